@@ -124,6 +124,8 @@ void define_functions(nb::module_& module) {
              "Of each range of bytes in memory one number that its content decides.");
   module.def("clip_factor", &smartinf::engine::clip_factor, "norm"_a, "norm_max"_a,
              "What gradients are multiplied by so that their norm is at most norm_max (0: any).");
+  module.def("compress_options", &smartinf::python::compress_options, "given"_a,
+             "The option 'compress' of an Updater, complete.");
   module.def("take_remarks", &smartinf::python::take_remarks,
              "The core's log messages since the last call: [(level, text)].");
 }

@@ -4,6 +4,7 @@
 #include <cstring>
 #include <exception>
 #include <functional>
+#include <type_traits>
 #include <utility>
 
 #include <nanobind/stl/pair.h>
@@ -12,6 +13,7 @@
 #include <nanobind/stl/vector.h>
 
 #include "smartinf/base/float_formats.h"
+#include "smartinf/base/key_table.h"
 #include "smartinf/engine/checkpoint.h"
 #include "smartinf/engine/run_description.h"
 #include "smartinf/kernels/update.h"
@@ -39,27 +41,38 @@ class Given {
   }
   template <typename T>
   void read(const char* key, T& value) {
-    if (has(key)) value = nb::cast<T>(options_[key]);
+    if (!has(key)) return;
+    try {
+      value = nb::cast<T>(options_[key]);
+    } catch (const nb::cast_error&) {
+      usage(what_ + "'s " + key + " is " + nb::cast<std::string>(nb::repr(options_[key])) +
+            " and must be " + kind_of<T>());
+    }
   }
   template <typename E>
   void choose(const char* key, E& value) {
-    if (has(key)) value = named<E>(key, nb::cast<std::string>(options_[key]));
+    std::string name;
+    read(key, name);
+    if (options_.contains(key)) value = named<E>(key, name);
   }
   nb::dict dict(const char* key) { return nb::cast<nb::dict>(options_[key]); }
 
   void finish() const {
     for (const auto& [key, value] : options_) {
-      const auto name = nb::cast<std::string>(key);
+      const auto name = nb::cast<std::string>(nb::str(key));
       if (std::find(known_.begin(), known_.end(), name) != known_.end()) continue;
-      std::string names;
-      for (const std::string_view known : known_) {
-        names += (names.empty() ? "" : ", ") + std::string(known);
-      }
-      usage(what_ + " has the unknown option '" + name + "'", "Known are " + names + ".");
+      usage(what_ + " has the unknown option '" + name + "'" + base::did_you_mean(name, known_));
     }
   }
 
  private:
+  template <typename T>
+  static const char* kind_of() {
+    if (std::is_same_v<T, bool>) return "True or False";
+    if (std::is_integral_v<T>) return "a whole number, 0 or more";
+    return std::is_floating_point_v<T> ? "a number" : "text";
+  }
+
   const std::string what_;
   const nb::dict& options_;
   std::vector<std::string_view> known_;
@@ -76,10 +89,9 @@ void read_rule(Given& given, kernels::RuleOptions& rule) {
   given.read("initial_accumulator_value", rule.initial_accumulator_value);
 }
 
-compress::CompressOptions compress_options(const nb::dict& options) {
-  using compress::CompressOptions;
+compress::CompressOptions read_compress(const nb::dict& options) {
   Given given("compress", options);
-  CompressOptions compress;
+  compress::CompressOptions compress;
   given.read("density", compress.density);
   given.read("error_feedback", compress.error_feedback);
   compress.values = compress.default_values();
@@ -111,6 +123,17 @@ nb::object float_view(const float* data, uint64_t count) {
 }
 
 }  // namespace
+
+nb::dict compress_options(const nb::dict& given) {
+  const compress::CompressOptions compress = read_compress(given);
+  nb::dict out;
+  out["density"] = compress.density;
+  out["error_feedback"] = compress.error_feedback;
+  out["values"] = std::string(base::enum_name(compress.values));
+  out["residual_every"] = compress.residual_every;
+  out["warmup_steps"] = compress.warmup_steps;
+  return out;
+}
 
 serve::RemoteOptions remote_options(const nb::dict& options) {
   Given given("remote", options);
@@ -161,7 +184,7 @@ engine::UpdaterOptions updater_options(const nb::dict& options_given) {
   given.read("checksums", options.checksums);
   options.pin_threads = false;  // the ranks of a job share the machine's cores
   given.read("create", options.create);
-  if (given.has("compress")) options.compress = compress_options(given.dict("compress"));
+  if (given.has("compress")) options.compress = read_compress(given.dict("compress"));
   if (given.has("remote")) options.remote = remote_options(given.dict("remote"));
   if (given.has("ranks")) {
     options.peers = nb::cast<std::shared_ptr<PyRanks>>(options_given["ranks"]);

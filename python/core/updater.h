@@ -25,6 +25,9 @@ engine::UpdaterOptions updater_options(const nanobind::dict& given);
 /// Of devices of other machines, by their names there.
 serve::RemoteOptions remote_options(const nanobind::dict& given);
 
+/// The option "compress" with what it leaves out. Errors: as those of an Updater.
+nanobind::dict compress_options(const nanobind::dict& given);
+
 /// What the first of some devices with a state holds.
 struct StoredState {
   std::vector<std::pair<std::string, std::vector<uint64_t>>> parameters;  // names and shapes

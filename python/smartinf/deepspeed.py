@@ -3,6 +3,7 @@
 import json
 import os
 
+from smartinf import trainer_arguments
 from smartinf.errors import DeviceError, UsageError
 
 _CLASSES = {
@@ -19,14 +20,6 @@ _OPTIONS = {
     "SGD": {"lr": 1e-3, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False},
     "Adagrad": {"lr": 1e-2, "eps": 1e-10, "weight_decay": 0.0},
     "Lion": {"lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 0.0},
-}
-# TrainingArguments' name of what the optimizer's call says, for a value that is not "auto".
-_FIELDS = {
-    "lr": "learning_rate",
-    "eps": "adam_epsilon",
-    "weight_decay": "weight_decay",
-    "max_grad_norm": "max_grad_norm",
-    "accumulation_steps": "gradient_accumulation_steps",
 }
 _SCHEDULES = {"warmuplr": "constant", "warmupdecaylr": "linear", "warmupcosinelr": "cosine"}
 # How the recipe writes what is not to be clipped, and the optimizer.
@@ -352,14 +345,12 @@ def _written(value):
 def _for_trainer(made):
     """The lines for Trainer: what the configuration fixes goes to TrainingArguments, as "auto" does."""
     arguments, fixed = dict(made.arguments), dict(made.training)
-    adam = made.name in ("AdamW", "Adam")
-    for key, field in _FIELDS.items():
-        if key in arguments and (adam or key != "eps"):
-            fixed[field] = arguments.pop(key)
+    for key, fields in trainer_arguments.fields(made.name.lower()).items():
+        if key in arguments:
+            value = arguments.pop(key)
+            fixed |= zip(fields, value if len(fields) > 1 else [value], strict=True)
     if fixed.get("max_grad_norm") == _NO_CLIPPING:
         fixed["max_grad_norm"] = 0.0
-    if adam and "betas" in arguments:
-        fixed["adam_beta1"], fixed["adam_beta2"] = arguments.pop("betas")
     lines = [
         'With Trainer, or a trainer of TRL, in place of deepspeed=... (what the configuration calls "auto" is as ever):',
         "",

@@ -17,20 +17,12 @@ from transformers.trainer import DEFAULT_CALLBACKS
 
 from smartinf import checkpoint, layer_major, streamed_model, trainer_arguments
 from smartinf.errors import MismatchError, UsageError
-from smartinf.optimizers import Adam, AdamW
+from smartinf.optimizers import AdamW
 from smartinf.storage_optimizer import StorageOptimizer, session_of
 from smartinf.storage_options import absolute, device_list
 
 _FOLDER = "smartinf"
 _log = logging.getLogger("smartinf")
-# Where TrainingArguments say what an optimizer's keyword says.
-_FIELDS = {
-    "lr": "learning_rate",
-    "weight_decay": "weight_decay",
-    "max_grad_norm": "max_grad_norm",
-    "accumulation_steps": "gradient_accumulation_steps",
-}
-_ADAM_FIELDS = {"betas": "adam_beta1 and adam_beta2", "eps": "adam_epsilon"}
 
 
 def attach(trainer, *, devices=None, optimizer_class=None, **options):
@@ -78,10 +70,9 @@ def optimizer(args, *, devices=None, optimizer_class=None, callbacks=(), **optio
     callbacks: further ones for Trainer. The rest is as for attach().
     """
     made = AdamW if optimizer_class is None else optimizer_class
-    fields = _FIELDS | _ADAM_FIELDS if issubclass(made, (Adam, AdamW)) else _FIELDS
-    for key, field in fields.items():
+    for key, fields in trainer_arguments.fields(made._rule).items():
         if key in options:
-            raise UsageError(f"{key}={options[key]!r}: set {field} in TrainingArguments instead")
+            raise UsageError(f"{key}={options[key]!r}: set {' and '.join(fields)} in TrainingArguments instead")
     optim = str(getattr(args.optim, "value", args.optim))
     if optim not in ("adamw_torch", "adamw_torch_fused"):  # the default, by torch's version
         raise UsageError(
@@ -126,9 +117,7 @@ class _Maker:
                     "weight_decay": args.weight_decay if decay else 0.0,
                 }
             )
-        by_args = {"lr": args.learning_rate}
-        if issubclass(optimizer_class, (Adam, AdamW)):
-            by_args |= {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
+        by_args = trainer_arguments.values(args, optimizer_class._rule)
         streamed = streamed_model.of(param for _, param in trained)
         if streamed is not None or options.get("release_gradients"):
             # Trainer's own clipping finds no gradients then; otherwise it clips, as ever.

@@ -11,49 +11,7 @@ from smartinf.storage_options import StorageOptions
 __all__ = ["SGD", "Adagrad", "Adam", "AdamW", "Lion", "StorageOptimizer"]
 
 
-def _require(condition, message):
-    if not condition:
-        raise ValueError(message)
-
-
-def _check_common(lr, weight_decay):
-    _require(float(lr) >= 0, f"Invalid learning rate: {lr}")
-    _require(weight_decay >= 0, f"Invalid weight_decay value: {weight_decay}")
-
-
-def _check_betas(betas):
-    _require(len(betas) == 2, f"betas must be two numbers, got {betas}")
-    for i, beta in enumerate(betas):
-        _require(0 <= beta < 1, f"Invalid beta parameter at index {i}: {beta}")
-
-
-class _AdamFamily(StorageOptimizer):
-    _state_keys = ("exp_avg", "exp_avg_sq")
-
-    def __init__(self, params, lr, betas, eps, weight_decay, amsgrad, maximize, storage):
-        _check_common(lr, weight_decay)
-        _check_betas(betas)
-        _require(eps >= 0, f"Invalid epsilon value: {eps}")
-        _require(not amsgrad, "amsgrad is not supported: it would need a fourth array of state")
-        defaults = {
-            "lr": lr,
-            "betas": tuple(betas),
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "maximize": maximize,
-        }
-        super().__init__(params, defaults, **storage)
-
-    @staticmethod
-    def _rule_options(group):
-        return {
-            "beta1": float(group["betas"][0]),
-            "beta2": float(group["betas"][1]),
-            "eps": float(group["eps"]),
-        }
-
-
-class AdamW(_AdamFamily):
+class AdamW(StorageOptimizer):
     """AdamW with decoupled weight decay; numbers as in torch.optim.AdamW.
 
     lr, betas, eps, weight_decay, maximize: as in torch.optim.AdamW. amsgrad: must be False.
@@ -62,23 +20,16 @@ class AdamW(_AdamFamily):
     """
 
     _rule = "adamw"
+    _state_keys = ("exp_avg", "exp_avg_sq")
 
     def __init__(
-        self,
-        params: ParamsT,
-        lr: float | Tensor = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 1e-2,
-        amsgrad: bool = False,
-        *,
-        maximize: bool = False,
-        **storage: Unpack[StorageOptions],
-    ) -> None:
-        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, maximize, storage)
+        self, params: ParamsT, lr: float | Tensor = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
+        weight_decay: float = 1e-2, amsgrad: bool = False, *, maximize: bool = False, **storage: Unpack[StorageOptions],
+    ) -> None:  # fmt: skip
+        self._make(locals())
 
 
-class Adam(_AdamFamily):
+class Adam(StorageOptimizer):
     """Adam with L2 regularization; numbers as in torch.optim.Adam.
 
     lr, betas, eps, weight_decay, maximize: as in torch.optim.Adam. amsgrad: must be False.
@@ -87,20 +38,13 @@ class Adam(_AdamFamily):
     """
 
     _rule = "adam"
+    _state_keys = ("exp_avg", "exp_avg_sq")
 
     def __init__(
-        self,
-        params: ParamsT,
-        lr: float | Tensor = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0,
-        amsgrad: bool = False,
-        *,
-        maximize: bool = False,
-        **storage: Unpack[StorageOptions],
-    ) -> None:
-        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, maximize, storage)
+        self, params: ParamsT, lr: float | Tensor = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
+        weight_decay: float = 0, amsgrad: bool = False, *, maximize: bool = False, **storage: Unpack[StorageOptions],
+    ) -> None:  # fmt: skip
+        self._make(locals())
 
 
 class SGD(StorageOptimizer):
@@ -117,30 +61,12 @@ class SGD(StorageOptimizer):
     _torch_counts_steps = False
 
     def __init__(
-        self,
-        params: ParamsT,
-        lr: float | Tensor = 1e-3,
-        momentum: float = 0,
-        dampening: float = 0,
-        weight_decay: float = 0,
-        nesterov: bool = False,
-        *,
-        maximize: bool = False,
-        **storage: Unpack[StorageOptions],
-    ) -> None:
-        _check_common(lr, weight_decay)
-        _require(momentum >= 0, f"Invalid momentum value: {momentum}")
+        self, params: ParamsT, lr: float | Tensor = 1e-3, momentum: float = 0, dampening: float = 0,
+        weight_decay: float = 0, nesterov: bool = False, *, maximize: bool = False, **storage: Unpack[StorageOptions],
+    ) -> None:  # fmt: skip
         if nesterov and (momentum <= 0 or dampening != 0):
             raise ValueError("Nesterov momentum requires a momentum and zero dampening")
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "dampening": dampening,
-            "weight_decay": weight_decay,
-            "nesterov": nesterov,
-            "maximize": maximize,
-        }
-        super().__init__(params, defaults, **storage)
+        self._make(locals())
 
     @staticmethod
     def _rule_options(group):
@@ -165,41 +91,11 @@ class Adagrad(StorageOptimizer):
     _state_keys = ("sum",)
 
     def __init__(
-        self,
-        params: ParamsT,
-        lr: float | Tensor = 1e-2,
-        lr_decay: float = 0,
-        weight_decay: float = 0,
-        initial_accumulator_value: float = 0,
-        eps: float = 1e-10,
-        *,
-        maximize: bool = False,
+        self, params: ParamsT, lr: float | Tensor = 1e-2, lr_decay: float = 0, weight_decay: float = 0,
+        initial_accumulator_value: float = 0, eps: float = 1e-10, *, maximize: bool = False,
         **storage: Unpack[StorageOptions],
-    ) -> None:
-        _check_common(lr, weight_decay)
-        _require(lr_decay >= 0, f"Invalid lr_decay value: {lr_decay}")
-        _require(eps >= 0, f"Invalid epsilon value: {eps}")
-        _require(
-            initial_accumulator_value >= 0,
-            f"Invalid initial_accumulator_value value: {initial_accumulator_value}",
-        )
-        defaults = {
-            "lr": lr,
-            "lr_decay": lr_decay,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "initial_accumulator_value": initial_accumulator_value,
-            "maximize": maximize,
-        }
-        super().__init__(params, defaults, **storage)
-
-    @staticmethod
-    def _rule_options(group):
-        return {
-            "lr_decay": float(group["lr_decay"]),
-            "eps": float(group["eps"]),
-            "initial_accumulator_value": float(group["initial_accumulator_value"]),
-        }
+    ) -> None:  # fmt: skip
+        self._make(locals())
 
 
 class Lion(StorageOptimizer):
@@ -215,25 +111,7 @@ class Lion(StorageOptimizer):
     _state_keys = ("exp_avg",)
 
     def __init__(
-        self,
-        params: ParamsT,
-        lr: float | Tensor = 1e-4,
-        betas: tuple[float, float] = (0.9, 0.99),
-        weight_decay: float = 0,
-        *,
-        maximize: bool = False,
-        **storage: Unpack[StorageOptions],
-    ) -> None:
-        _check_common(lr, weight_decay)
-        _check_betas(betas)
-        defaults = {
-            "lr": lr,
-            "betas": tuple(betas),
-            "weight_decay": weight_decay,
-            "maximize": maximize,
-        }
-        super().__init__(params, defaults, **storage)
-
-    @staticmethod
-    def _rule_options(group):
-        return {"beta1": float(group["betas"][0]), "beta2": float(group["betas"][1])}
+        self, params: ParamsT, lr: float | Tensor = 1e-4, betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0, *, maximize: bool = False, **storage: Unpack[StorageOptions],
+    ) -> None:  # fmt: skip
+        self._make(locals())

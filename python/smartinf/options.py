@@ -9,10 +9,10 @@ from smartinf import compression, sharded_parameters
 from smartinf.errors import UsageError
 from smartinf.ranks import Ranks
 from smartinf.sizes import parse_bytes
-from smartinf.storage_options import device_list, is_remote, remote_options
+from smartinf.storage_options import complete, device_list, is_remote, remote_options
 
 _log = logging.getLogger("smartinf")
-_MEMORY_BUDGET = "512MiB"
+_BYTES = ("memory_budget", "gradient_budget", "state_cache")
 
 
 class Options:
@@ -23,8 +23,7 @@ class Options:
         """Of the parameters: streamed, their StreamedModel, or None; mesh, over which they are divided, or None."""
         self.mesh = mesh
         self.streamed, self.stream = streamed, None if streamed is None else streamed.stream
-        if streamed is not None:
-            given = _for_streamed(given, streamed)
+        given = complete(given if streamed is None else _for_streamed(given, streamed))
         _check(given)
         self.rule, self.state_keys, self.counts_steps = rule, state_keys, counts_steps
         self.compress = compression.parse(given["compress"])
@@ -36,6 +35,7 @@ class Options:
         self.release = bool(given["release_gradients"])
         self.accumulation_steps = int(given["accumulation_steps"])
         self.gradient_type = given["gradient_type"]
+        self.resume, self.max_grad_norm, self.nonfinite = given["resume"], given["max_grad_norm"], given["nonfinite"]
         group = given["process_group"]
         self.ranks = Ranks(group if mesh is None else sharded_parameters.process_group(mesh, group))
         if self.release and self.ranks.world > 1 and mesh is None:
@@ -46,13 +46,10 @@ class Options:
         self.core = {
             "rule": rule,
             "remote": self.remote,
-            "state_format": given["state_format"],
-            "memory_budget_bytes": parse_bytes(given["memory_budget"] or _MEMORY_BUDGET, "memory_budget"),
-            "durability": given["durability"],
-            "where": given["where"],
-            "subgroup_elements": int(given["subgroup_elements"]),
+            **{key: given[key] for key in ("state_format", "durability", "where")},
+            **{key: int(given[key]) for key in ("subgroup_elements", "seed")},
             "checksums": bool(given["checksums"]),
-            "seed": int(given["seed"]),
+            **{f"{key}_bytes": parse_bytes(given[key], key) for key in _BYTES if given[key] is not None},
         }
         if streamed is not None:
             self.core["gradient_room"] = True  # a later process may have less memory
@@ -60,9 +57,6 @@ class Options:
             self.core["ranks"] = self.ranks.core
         if self.compress is not None:
             self.core["compress"] = self.compress
-        for key in ("gradient_budget", "state_cache"):
-            if given[key] is not None:
-                self.core[f"{key}_bytes"] = parse_bytes(given[key], key)
         self.overlap, model = _overlap(given)
         # Weakly: a model that nobody else holds is of no use to an optimizer.
         self.model = None if model is None else weakref.ref(model)
@@ -87,13 +81,11 @@ class Options:
 def _for_streamed(given, streamed):
     """The keywords as a streamed model needs them, also where all of it stays in memory, so that a script does not depend
     on that. Errors: UsageError for what does not go together."""
-    made = {**given, "release_gradients": True}
-    if not device_list(given["devices"]):
+    budgets = {"memory_budget": streamed.plan.engine_bytes, "gradient_budget": streamed.plan.gradient_bytes}
+    made = budgets | {key: value for key, value in given.items() if value is not None} | {"release_gradients": True}
+    if not device_list(given.get("devices")):
         made["devices"] = streamed.devices
-    if given["memory_budget"] is None:
-        made["memory_budget"] = streamed.engine_bytes
-    if given["gradient_budget"] is None:
-        made["gradient_budget"] = streamed.gradient_bytes
+    given = complete(made)
     if streamed.stream is None:
         return made
     streamed.close_deleted_optimizer()
@@ -159,11 +151,6 @@ def _check(given):
             'no device given: say where the state is to live, e.g. devices=["/nvme/run1"]. A '
             "directory is made if it is missing."
         )
-    resume, nonfinite = given["resume"], given["nonfinite"]
-    if resume not in (None, True, False):
-        raise UsageError(f"resume={resume!r}: known are True, False and None")
-    if nonfinite not in ("raise", "skip", "apply"):
-        raise UsageError(f'nonfinite={nonfinite!r}: known are "raise", "skip" and "apply"')
     clip, passes = given["max_grad_norm"], given["accumulation_steps"]
     if clip is not None and not float(clip) >= 0:
         raise UsageError(f"max_grad_norm={clip!r} must be positive, or 0 or None, which clip nothing")

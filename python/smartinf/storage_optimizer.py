@@ -1,11 +1,11 @@
 """What all optimizers of the package share: torch's API over a session of the devices."""
 
-import difflib
 import inspect
 import math
 import sys
 import weakref
 from collections.abc import Callable
+from typing import Unpack
 
 import torch
 
@@ -18,7 +18,7 @@ from smartinf.gradients import HeldGradients
 from smartinf.options import Options
 from smartinf.released_gradients import ReleasedGradients
 from smartinf.session import Session
-from smartinf.storage_options import Path, StorageOptions, absolute
+from smartinf.storage_options import Path, StorageOptions, absolute, unknown
 
 
 def _reject_wrapper():
@@ -42,21 +42,9 @@ def _as_written(method):
     return getattr(method, "__wrapped__", method)
 
 
-def _unexpected(kind, keyword):
-    """What Python says of a keyword that a class does not take, with the nearest that it does."""
-    known = {
-        name
-        for cls in (kind, StorageOptimizer)
-        for name, p in inspect.signature(cls.__init__).parameters.items()
-        if name not in ("self", "defaults") and p.kind != p.VAR_KEYWORD
-    }
-    near = difflib.get_close_matches(keyword, sorted(known), 1)
-    text = f"{kind.__name__}() got an unexpected keyword argument {keyword!r}"
-    return f"{text}; did you mean {near[0]!r}?" if near else text
-
-
 class StorageOptimizer(torch.optim.Optimizer):
-    """A torch.optim.Optimizer whose state is kept and updated on storage devices.
+    """A torch.optim.Optimizer whose state is kept and updated on storage devices. The keywords' types and defaults are
+    those of smartinf.storage_options.StorageOptions.
 
     params: as for any torch optimizer: tensors, (name, tensor) pairs, or groups. Names given here
         appear in messages and checkpoints. Parameters that do not require gradients when the
@@ -130,55 +118,51 @@ class StorageOptimizer(torch.optim.Optimizer):
     _state_keys = ()
     _torch_counts_steps = True
 
-    def __init__(
-        self,
-        params,
-        defaults,
-        *,
-        devices=None,
-        remote=None,
-        resume=None,
-        state_format="f32",
-        compress=None,
-        memory_budget=None,
-        gradient_budget=None,
-        state_cache=None,
-        gradient_type=None,
-        durability="step",
-        max_grad_norm=None,
-        nonfinite="raise",
-        release_gradients=False,
-        accumulation_steps=1,
-        overlap=None,
-        model=None,
-        where="device",
-        subgroup_elements=0,
-        checksums=True,
-        seed=0,
-        process_group=None,
-        fused=None,
-        foreach=None,
-        capturable=False,
-        differentiable=False,
-        **unknown,
-    ):
+    def __init__(self, params, defaults, **storage: Unpack[StorageOptions]):
         _reject_wrapper()
-        given = {key: value for key, value in locals().items() if key in StorageOptions.__annotations__}
         self._session = None
-        if unknown:
-            raise TypeError(_unexpected(type(self), next(iter(unknown))))
-        self.max_grad_norm = max_grad_norm
-        self.nonfinite = nonfinite
+        for keyword in storage:
+            if keyword not in StorageOptions.__annotations__:
+                own = inspect.signature(type(self).__init__).parameters
+                known = {*own, *StorageOptions.__annotations__} - {"self", "storage"}
+                raise TypeError(unknown(f"{type(self).__name__}()", keyword, known))
         self.grad_norm, self.exposed_s, self.overlap, self.wrong_guess = None, 0.0, "none", False
         self._scaler_signal = ScalerSignal()
         super().__init__(params, defaults)
         streamed = streamed_model.of(param for group in self.param_groups for param in group["params"])
         mesh = sharded_parameters.mesh_of(self._trainable())
-        self._options = Options(given, self._rule, self._state_keys, self._torch_counts_steps, streamed, mesh)
-        trainer_arguments.check_making(self.param_groups, self._options, max_grad_norm)
+        self._options = Options(storage, self._rule, self._state_keys, self._torch_counts_steps, streamed, mesh)
+        self.max_grad_norm, self.nonfinite = self._options.max_grad_norm, self._options.nonfinite
+        trainer_arguments.check_making(self.param_groups, self._options, self.max_grad_norm)
         shapes = [[name, list(param.shape)] for name, param in self._trainable()]
         self._options.ranks.check_parameters(shapes)
-        self._open(resume)
+        self._open(self._options.resume)
+
+    def _make(self, here):
+        """The __init__ of a class of this kind. here: its locals(), with torch's own options, whose errors have its texts."""
+        if here.get("amsgrad"):
+            raise ValueError("amsgrad is not supported: it would need a fourth array of state")
+        given = {name: here[name] for name in here if name not in ("self", "params", "storage", "amsgrad")}
+        for name, value in given.items():
+            if name in ("lr", "weight_decay", "eps", "momentum", "lr_decay", "initial_accumulator_value") and not value >= 0:
+                what = {"lr": "learning rate", "eps": "epsilon value"}.get(name, f"{name} value")
+                raise ValueError(f"Invalid {what}: {value}")
+        if "betas" in given:
+            given["betas"] = betas = tuple(given["betas"])
+            if len(betas) != 2:
+                raise ValueError(f"betas must be two numbers, got {betas}")
+            for i, beta in enumerate(betas):
+                if not 0 <= beta < 1:
+                    raise ValueError(f"Invalid beta parameter at index {i}: {beta}")
+        StorageOptimizer.__init__(self, here["params"], given, **here["storage"])
+
+    @staticmethod
+    def _rule_options(group):
+        """What a group says of the rule, by the core's names."""
+        made = {key: float(group[key]) for key in ("eps", "lr_decay", "initial_accumulator_value") if key in group}
+        if "betas" in group:
+            made["beta1"], made["beta2"] = map(float, group["betas"])
+        return made
 
     # ---- Opening and closing.
 

@@ -1,9 +1,10 @@
-"""The keywords that every optimizer of the package takes, for type checkers; see StorageOptimizer."""
+"""The keywords that every optimizer of the package takes, with their types and defaults; see StorageOptimizer."""
 
+import difflib
 import os
 import re
 from collections.abc import Sequence
-from typing import Literal, TypeAlias, TypedDict
+from typing import Annotated, Literal, TypeAlias, TypedDict, get_args, get_origin
 
 import torch
 
@@ -62,17 +63,15 @@ def is_remote(device) -> bool:
 
 def remote_options(given) -> dict:
     """`remote` as the core wants it; files that it does not name come from the environment, as for commands."""
-    given, made = dict(given or {}), {}
+    made = dict(given or {})
+    for key in made:
+        if key not in Remote.__annotations__:
+            raise UsageError(unknown("remote", key, Remote.__annotations__))
     for name in ("certificate", "key", "ca"):
-        file = given.pop(name, None) or os.environ.get(f"SMARTINF_REMOTE_{name.upper()}", "")
+        file = made.get(name) or os.environ.get(f"SMARTINF_REMOTE_{name.upper()}", "")
         made[name] = absolute(file) if file else ""
-    if "window" in given:
-        made["window_bytes"] = parse_bytes(given.pop("window"), "window")
-    for name in ("reconnect_seconds", "deadline_seconds"):
-        if name in given:
-            made[name] = float(given.pop(name))
-    if given:
-        raise UsageError(f"remote has no {next(iter(given))!r}; it takes {', '.join(Remote.__annotations__)}")
+    if "window" in made:
+        made["window_bytes"] = parse_bytes(made.pop("window"), "window")
     return made
 
 
@@ -95,28 +94,48 @@ def device_list(devices) -> list[Device]:
 
 
 class StorageOptions(TypedDict, total=False):
+    """With the value of each that is left out, unless that is None."""
+
     devices: Devices
     remote: Remote | None
-    resume: bool | None
-    state_format: Literal["f32", "bf16", "q8"]
+    resume: Literal[True, False, None]
+    state_format: Annotated[Literal["f32", "bf16", "q8"], "f32"]
     compress: float | dict | None
-    memory_budget: Size | None
+    memory_budget: Annotated[Size | None, "512MiB"]
     gradient_budget: Size | None
     state_cache: Size | None
     gradient_type: Literal["f32", "bf16", None]
-    durability: Literal["step", "none"]
+    durability: Annotated[Literal["step", "none"], "step"]
     max_grad_norm: float | None
-    nonfinite: Literal["raise", "skip", "apply"]
-    release_gradients: bool
-    accumulation_steps: int
+    nonfinite: Annotated[Literal["raise", "skip", "apply"], "raise"]
+    release_gradients: Annotated[bool, False]
+    accumulation_steps: Annotated[int, 1]
     overlap: torch.nn.Module | Literal["none", "late", "early", "auto", None]
     model: torch.nn.Module | None
-    where: Literal["device", "host"]
-    subgroup_elements: int
-    checksums: bool
-    seed: int
+    where: Annotated[Literal["device", "host"], "device"]
+    subgroup_elements: Annotated[int, 0]
+    checksums: Annotated[bool, True]
+    seed: Annotated[int, 0]
     process_group: object
     fused: bool | None
     foreach: bool | None
-    capturable: bool
-    differentiable: bool
+    capturable: Annotated[bool, False]
+    differentiable: Annotated[bool, False]
+
+
+def complete(given) -> dict:
+    """Keywords with the values of those that are left out, or None. Errors: UsageError for a value that is not known."""
+    made = {}
+    for name, kind in StorageOptions.__annotations__.items():
+        kind, default = get_args(kind) if get_origin(kind) is Annotated else (kind, None)
+        made[name] = default if given.get(name) is None else given[name]
+        known = get_args(kind) if get_origin(kind) is Literal else (made[name],)
+        if made[name] not in known:
+            raise UsageError(f"{name}={made[name]!r}: known are {', '.join(map(repr, known))}")
+    return made
+
+
+def unknown(what, key, known) -> str:
+    """The text for a key that `what` does not have."""
+    near = difflib.get_close_matches(str(key), sorted(known), 1)
+    return f"{what} has no {key!r}; " + (f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(known)}")

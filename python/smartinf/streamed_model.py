@@ -7,13 +7,11 @@ _streamed = weakref.WeakKeyDictionary()  # model -> StreamedModel
 
 class StreamedModel:
     """What belongs to a streamed model. stream: None where all of it stays in memory. devices: as an optimizer takes
-    them. found: its Units. engine_bytes, gradient_bytes: of the budget, for the buffers of an optimizer and for
+    them. found: its Units. plan: engine_bytes and gradient_bytes of the budget, for the buffers of an optimizer and for
     gradients on their way to it. blocks: the modules that are a unit whole."""
 
-    def __init__(self, stream, devices, found, engine_bytes, gradient_bytes):
-        self.stream, self.devices = stream, devices
-        self.engine_bytes, self.gradient_bytes = engine_bytes, gradient_bytes
-        self.blocks = found.blocks
+    def __init__(self, stream, devices, found, plan):
+        self.stream, self.devices, self.plan, self.blocks = stream, devices, plan, found.blocks
         of_units = [param for unit in found.units for _, param in unit.params]
         self._places = {id(param): place for place, param in enumerate(of_units)}
         self.optimizer = self.session = None  # a weak reference to the one that trains it, and its session
@@ -31,9 +29,9 @@ class StreamedModel:
             self.optimizer = self.session = None
 
 
-def register(model, streamed):
-    """`streamed` belongs to `model` from now on."""
-    _streamed[model] = streamed
+def register(model, *parts):
+    """They belong to `model` from now on."""
+    _streamed[model] = StreamedModel(*parts)
 
 
 def is_streamed(model):

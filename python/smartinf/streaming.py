@@ -1,5 +1,6 @@
 """Models larger than memory: stream() and from_pretrained()."""
 
+import collections
 import contextlib
 import copy
 import ctypes
@@ -353,40 +354,27 @@ def _start(model, found, weights, firsts, devices, plan):
                 f"the tensors of {unit.name} are not together in the checkpoint, so that they cannot be read onto the "
                 "devices. Load the model as ever and give it to smartinf.stream(), or save it once with save_pretrained()"
             )
-    sizes = _sizes(found, found.units[0].params[0][1].itemsize)
+    kept, units, layer_stream = found.units[: plan.kept_units], found.units[plan.kept_units :], None
     with torch.no_grad():
-        for _, param in found.kept:
+        for _, param in [*found.kept, *(named for unit in kept for named in unit.params)]:
             if id(param) in firsts:
-                _restore(param, weights, firsts)
-        for unit in found.units[: plan.kept_units]:
-            for _, param in unit.params:
-                _restore(param, weights, firsts)
-    units = found.units[plan.kept_units :]
-    if not units:
+                values = torch.empty(param.shape, dtype=param.dtype)
+                weights.read(firsts[id(param)], values)
+                param.data = values.to(param.device)
+    if units:
+        in_order = [firsts[id(param)] for unit in units for _, param in unit.params]
+        with_experts = {id(param) for params in found.experts.values() for param in params}
+        layer_stream = LayerStream(units, weights, in_order, units[0].params[0][1].device, found.shared, with_experts)
+        of_module = {m: [u - len(kept) for u in needed if u >= len(kept)] for m, needed in found.of_module.items()}
+        layer_stream.attach(model, {m: needed for m, needed in of_module.items() if needed}, found.blocks, found.experts)
+        _take_over(model, layer_stream)
+    else:
         weights.close()
-        streamed_model.register(
-            model, streamed_model.StreamedModel(None, devices, found, plan.engine_bytes, plan.gradient_bytes)
-        )
-        _log.info("%s: all weights stay in memory, %d MiB", type(model).__name__, sum(sizes) >> 20)
-        return model
-    in_order = [firsts[id(param)] for unit in units for _, param in unit.params]
-    with_experts = {id(param) for params in found.experts.values() for param in params}
-    layer_stream = LayerStream(units, weights, in_order, units[0].params[0][1].device, found.shared, with_experts)
-    of_module = {
-        module: [u - plan.kept_units for u in needed if u >= plan.kept_units]
-        for module, needed in found.of_module.items()
-    }
-    of_module = {module: needed for module, needed in of_module.items() if needed}
-    layer_stream.attach(model, of_module, found.blocks, found.experts)
-    _take_over(model, layer_stream)
-    streamed_model.register(
-        model,
-        streamed_model.StreamedModel(layer_stream, devices, found, plan.engine_bytes, plan.gradient_bytes),
-    )
+    streamed_model.register(model, layer_stream, devices, found, plan)
+    sizes = _sizes(found, found.units[0].params[0][1].itemsize)
     _log.info(
-        "%s: %d of %d units stay in memory (%d MiB), the others come from the devices through %d slots of %d MiB",
-        type(model).__name__, plan.kept_units, len(found.units), sum(sizes[: plan.kept_units]) >> 20, SLOTS,
-        max(sizes) >> 20,
+        "%s: %d of %d units stay in memory (%d MiB), %d come from the devices through %d slots of %d MiB",
+        type(model).__name__, len(kept), len(found.units), sum(sizes[: len(kept)]) >> 20, len(units), SLOTS, max(sizes) >> 20,
     )  # fmt: skip
     return model
 
@@ -396,19 +384,8 @@ def _sizes(found, itemsize):
     return [unit.elements * itemsize for unit in found.units]
 
 
-def _restore(param, weights, firsts):
-    values = torch.empty(param.shape, dtype=param.dtype)
-    weights.read(firsts[id(param)], values)
-    param.data = values.to(param.device)
-
-
-class _Plan:
-    """Bytes of a budget. kept_units: the first ones, which stay in memory."""
-
-    def __init__(self, engine_bytes, gradient_bytes, kept_units):
-        self.engine_bytes, self.gradient_bytes, self.kept_units = engine_bytes, gradient_bytes, kept_units
-
-
+# Bytes of a budget. kept_units: the first ones, which stay in memory.
+_Plan = collections.namedtuple("_Plan", ["engine_bytes", "gradient_bytes", "kept_units"])
 _ENGINE_BYTES = 512 << 20  # of buffers, where the budget is large
 _ENGINE_BYTES_MIN = 64 << 20  # with one device; each further one needs 5/8 of it for the largest subgroups that a state has
 

@@ -4,17 +4,11 @@ import os
 
 import torch
 
-from smartinf import checkpoint, state_io
+from smartinf import checkpoint, optimizers, state_io
 from smartinf.errors import DeviceError, MismatchError, UsageError
 from smartinf.storage_options import absolute
 
-# Rule: whether torch keeps a count of steps, and its name of each plane behind the master weights.
-_RULES = {
-    "adamw": (True, ("exp_avg", "exp_avg_sq")),
-    "adam": (True, ("exp_avg", "exp_avg_sq")),
-    "sgd": (False, ("momentum_buffer",)),
-    "adagrad": (True, ("sum",)),
-}
+_CLASSES = {kind._rule: kind for kind in (optimizers.AdamW, optimizers.Adam, optimizers.SGD, optimizers.Adagrad)}
 
 
 def write(folder, out):
@@ -27,7 +21,7 @@ def write(folder, out):
         groups = _saved_groups(os.path.join(folder, "optimizer.pt"))
         folder = inner
     stored = checkpoint.Stored(folder)
-    if stored.rule not in _RULES:
+    if stored.rule not in _CLASSES:
         raise MismatchError(f"{folder} holds state of {stored.rule}, which torch.optim does not have")
     groups = groups or stored.param_groups
     if groups is None:
@@ -35,15 +29,15 @@ def write(folder, out):
             f"{folder} does not say how torch numbers the parameters, since the command made it. Load it in "
             "Python (load_checkpoint), and save full_state_dict() with torch.save."
         )
-    counts_steps, keys = _RULES[stored.rule]
+    kind = _CLASSES[stored.rule]
     state = {}
     for number, at in enumerate(_numbers(stored, groups)):
         steps = stored.lineage.steps[number]
         if steps == 0:
             continue
         shape = stored.parameters[number][1]
-        entry = {"step": torch.tensor(float(steps))} if counts_steps else {}
-        for plane, key in enumerate(keys, start=1):
+        entry = {"step": torch.tensor(float(steps))} if kind._torch_counts_steps else {}
+        for plane, key in enumerate(kind._state_keys, start=1):
             entry[key] = torch.empty(shape)
             stored.read(plane, number, 0, entry[key].numel(), entry[key])
         state[at] = entry

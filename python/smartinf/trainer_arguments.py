@@ -9,10 +9,30 @@ import sys
 
 from smartinf.errors import UsageError
 
+# What TrainingArguments call an optimizer's keyword.
+FIELDS = {
+    "lr": ("learning_rate",),
+    "weight_decay": ("weight_decay",),
+    "max_grad_norm": ("max_grad_norm",),
+    "accumulation_steps": ("gradient_accumulation_steps",),
+    "betas": ("adam_beta1", "adam_beta2"),  # these two of Adam and AdamW
+    "eps": ("adam_epsilon",),
+}
 _ADVICE = (
     "smartinf.hf.attach(trainer, devices=...), without an optimizer in the trainer, takes them from "
     "TrainingArguments; else give the same value in both places."
 )
+
+
+def fields(rule):
+    """FIELDS of an optimizer of this rule."""
+    return FIELDS if rule in ("adam", "adamw") else {key: FIELDS[key] for key in FIELDS if key not in ("betas", "eps")}
+
+
+def values(args, rule):
+    """What TrainingArguments say of lr, betas and eps, by keyword."""
+    made = {key: tuple(getattr(args, name) for name in names) for key, names in fields(rule).items()}
+    return {key: made[key] if key == "betas" else made[key][0] for key in ("lr", "betas", "eps") if key in made}
 
 
 def running(method):
@@ -45,17 +65,13 @@ def check_making(param_groups, options, max_grad_norm):
 
 def differences(args, param_groups, options):
     """One text for each value that TrainingArguments have and no group of the optimizer has."""
-    wanted = {"lr": ("learning_rate", args.learning_rate)}
-    if options.rule in ("adam", "adamw"):
-        wanted["betas"] = ("adam_beta1, adam_beta2", (args.adam_beta1, args.adam_beta2))
-        wanted["eps"] = ("adam_epsilon", args.adam_epsilon)
     texts = []
-    for key, (name, value) in wanted.items():
+    for key, value in values(args, options.rule).items():
         # A schedule has changed lr already, and keeps what it began with.
         here = [group.get(f"initial_{key}", group[key]) for group in param_groups]
         here = [tuple(v) if isinstance(v, (tuple, list)) else float(v) for v in here]
         if value not in here:
-            texts.append(f"{name}={value!r} there, {key}={here[0]!r} here")
+            texts.append(f"{', '.join(FIELDS[key])}={value!r} there, {key}={here[0]!r} here")
     return texts
 
 

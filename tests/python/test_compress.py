@@ -238,7 +238,7 @@ def test_clipping_and_accumulation(make):
 
 def test_what_it_cannot_be_is_named(make):
     for bad, match in [
-        ({"densty": 0.1}, "did you mean 'density'"),
+        ({"densty": 0.1}, "did you mean density"),
         ({"density": "many"}, "must be a number"),
         ({"density": 0.1, "warmup_steps": 1.5}, "whole number"),
         ("topk", "give a density"),

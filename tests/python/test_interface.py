@@ -5,6 +5,7 @@ import inspect
 import os
 import pathlib
 import re
+import typing
 
 import pytest
 import torch
@@ -64,7 +65,8 @@ def test_errors_carry_the_cores_text(device):
 
 def test_the_core_refuses_what_it_does_not_know(device):
     for options, said in (
-        ({"memory_budget_byte": 1}, "unknown option 'memory_budget_byte'.*memory_budget_bytes"),
+        ({"memory_budget_byte": 1}, "unknown option 'memory_budget_byte'; did you mean memory_budget_bytes?"),
+        ({"seed": 0.5}, "seed is 0.5 and must be a whole number"),
         ({"devices": [{"path": device, "bandwith": 1.0}]}, "a device has the unknown option 'bandwith'"),
         ({"compress": {"densty": 0.1}}, "compress has the unknown option 'densty'"),
     ):
@@ -100,9 +102,8 @@ def test_stubs_name_what_the_core_has():
 def test_type_checkers_know_every_keyword():
     from smartinf.storage_options import StorageOptions
 
-    parameters = inspect.signature(StorageOptimizer.__init__).parameters.values()
-    keywords = {p.name for p in parameters if p.kind == p.KEYWORD_ONLY}
-    assert keywords == set(StorageOptions.__annotations__)
+    for optimizer in (StorageOptimizer, *OPTIMIZERS):
+        assert inspect.signature(optimizer.__init__).parameters["storage"].annotation == typing.Unpack[StorageOptions]
     for optimizer in OPTIMIZERS:
         for p in inspect.signature(optimizer.__init__).parameters.values():
             assert p.name == "self" or p.annotation is not p.empty, (optimizer, p.name)
@@ -111,11 +112,12 @@ def test_type_checkers_know_every_keyword():
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_every_option_is_described(optimizer):
     """The reference is `python -m pydoc`: each option stands in its class's text or in the shared one."""
-    texts = {optimizer: optimizer.__doc__, StorageOptimizer: StorageOptimizer.__doc__}
-    for kind, text in texts.items():
-        for name, p in inspect.signature(kind.__init__).parameters.items():
-            if name not in ("self", "params", "defaults") and p.kind != p.VAR_KEYWORD:
-                assert re.search(rf"\b{name}\b", text), f"{kind.__name__}: {name}"
+    from smartinf.storage_options import StorageOptions
+
+    own = [n for n in inspect.signature(optimizer.__init__).parameters if n not in ("self", "params", "storage")]
+    for kind, names in ((optimizer, own), (StorageOptimizer, StorageOptions.__annotations__)):
+        for name in names:
+            assert re.search(rf"\b{name}\b", kind.__doc__), f"{kind.__name__}: {name}"
     assert "Source: " in optimizer.__doc__
     assert "Errors: " in StorageOptimizer.__doc__
 

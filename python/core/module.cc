@@ -176,9 +176,7 @@ void define_ranks(nb::module_& module) {
                       "Several ranks, for the option 'ranks' of an Updater: each opens one of its "
                       "own, all make the same calls, and a step is committed on all or on none.")
       .def(nb::init<uint32_t, uint32_t, nb::object>(), "rank"_a, "world"_a, "calls"_a,
-           "calls: a smartinf.rank_calls.RankCalls. Collective, as are the methods.")
-      .def("all_texts", &PyRanks::all_texts, "mine"_a, "Every rank's bytes, by rank.")
-      .def("first_text", &PyRanks::first_text, "mine"_a, "Rank 0's bytes.")
+           "calls: a smartinf.rank_calls.RankCalls. Collective, as is all_ok().")
       .def("all_ok", &PyRanks::all_ok, "call"_a, "failure"_a.none(),
            "Raises the first rank's failure (a smartinf.Error, or None) on all of them.");
 }

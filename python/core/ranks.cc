@@ -68,8 +68,6 @@ nb::bytes bytes_of(std::span<const std::byte> bytes) {
   return nb::bytes(reinterpret_cast<const char*>(bytes.data()), bytes.size());
 }
 
-std::string_view view_of(const nb::bytes& bytes) { return {bytes.c_str(), bytes.size()}; }
-
 void copy(const nb::object& from, std::span<std::byte> to) {
   if (!nb::isinstance<nb::bytes>(from)) throw nb::type_error("something else than bytes has come");
   const auto bytes = nb::borrow<nb::bytes>(from);
@@ -116,24 +114,6 @@ void PyRanks::failed(const Status& why) {
 
 void PyRanks::raise_interrupt() {
   if (interrupt_) std::rethrow_exception(std::exchange(interrupt_, nullptr));
-}
-
-nb::list PyRanks::all_texts(const nb::bytes& mine) {
-  auto all = engine::all_gather(*this, Channel::kControl, view_of(mine));
-  raise_interrupt();
-  nb::list texts;
-  for (const std::string& text : take(std::move(all))) {
-    texts.append(nb::bytes(text.data(), text.size()));
-  }
-  return texts;
-}
-
-nb::bytes PyRanks::first_text(const nb::bytes& mine) {
-  std::string text(view_of(mine));
-  Status sent = engine::broadcast(*this, Channel::kControl, text, 0);
-  raise_interrupt();
-  check(std::move(sent));
-  return nb::bytes(text.data(), text.size());
 }
 
 void PyRanks::all_ok(const std::string& call, const nb::object& failure) {

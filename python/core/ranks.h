@@ -21,9 +21,7 @@ class PyRanks final : public engine::Collectives {
   PyRanks(uint32_t rank, uint32_t world, nanobind::object calls)
       : rank_(rank), world_(world), calls_(std::move(calls)) {}
 
-  // With the GIL, for Python: documented in module.cc.
-  nanobind::list all_texts(const nanobind::bytes& mine);
-  nanobind::bytes first_text(const nanobind::bytes& mine);
+  /// With the GIL, for Python: documented in module.cc.
   void all_ok(const std::string& call, const nanobind::object& failure);
 
   uint32_t rank() const override { return rank_; }

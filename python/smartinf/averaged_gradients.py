@@ -18,15 +18,8 @@ BUCKET_ELEMENTS = 4 << 20  # 16 MiB, in f32
 _IN_FLIGHT_MAX = 3  # buckets being added up, and their buffers
 
 
-class _Piece:
-    __slots__ = ("count", "owner", "param", "start", "within")
-
-    def __init__(self, param, start, count, owner, within):
-        self.param = param
-        self.start = start  # in the parameter
-        self.count = count
-        self.owner = owner  # a rank
-        self.within = within  # first element in the owner's range of that parameter
+# start: in the parameter. owner: a rank. within: its first element in the owner's range of that parameter.
+_Piece = collections.namedtuple("_Piece", ["param", "start", "count", "owner", "within"])
 
 
 class Buckets:
@@ -34,9 +27,7 @@ class Buckets:
     tensor); it is copied before the call returns."""
 
     def __init__(self, layout, ranks, put):
-        self._layout = layout
-        self._ranks = ranks
-        self._put = put
+        self._layout, self._ranks, self._put = layout, ranks, put
         self._pieces = [self._cut(i) for i in range(len(layout.params))]
         self._buffers = []
         self._arranged = False
@@ -128,12 +119,11 @@ class Buckets:
                 if self._left[piece.param] == 0:
                     self._gradients[piece.param] = None  # has been here, but is no longer held
             at += piece.count
-        work = self._ranks.reduce(flat, bucket[0].owner)
-        self._in_flight.append((bucket, memory, flat, work))
+        self._in_flight.append((bucket, memory, flat, self._ranks.reduce(flat, bucket[0].owner)))
 
     def _finish_oldest(self):
-        bucket, memory, flat, work = self._in_flight.popleft()
-        work.wait()
+        bucket, memory, flat, wait = self._in_flight.popleft()
+        wait()
         if bucket[0].owner == self._ranks.rank:
             at = 0
             for piece in bucket:

@@ -62,29 +62,21 @@ def save(session, groups, folder, replace=False):
 
 def _save_of_ranks(session, folder, replace, about, moved):
     ranks = session.ranks
-    whole, place, failure = None, None, None
-    if ranks.rank == 0:
-        try:
-            whole = _core.RanksCheckpoint.begin(folder, replace)
-            place = [whole.rank_folder(r) for r in range(ranks.world)]
-        except MismatchError as error:
-            failure = _in_the_way(error)
-        except DeviceError as error:
-            failure = error
-    ranks.raise_on_any_failure(failure)
+    whole, place = None, None
     try:
+        with ranks.failing_together():
+            if ranks.rank == 0:
+                try:
+                    whole = _core.RanksCheckpoint.begin(folder, replace)
+                except MismatchError as error:
+                    raise _in_the_way(error) from None
+                place = [whole.rank_folder(r) for r in range(ranks.world)]
         place = ranks.broadcast_object(place)
-        try:
+        with ranks.failing_together():
             session.core.save_checkpoint(place[ranks.rank], False, "", moved)
-        except (DeviceError, CorruptError, MismatchError) as error:
-            failure = error
-        ranks.raise_on_any_failure(failure)
-        try:
+        with ranks.failing_together():
             if whole is not None:
                 whole.finish(ranks.world, about)
-        except (DeviceError, CorruptError, MismatchError) as error:
-            failure = error
-        ranks.raise_on_any_failure(failure)
     finally:
         del whole  # unless it is finished nothing is left of it
 
@@ -185,11 +177,7 @@ class Stored:
         if ours:
             return Lineage.from_json(part["client_metadata"], count, self.folder)
         # Of `smartinf train`, where every step is one of all parameters.
-        lineage = Lineage(count)
-        lineage.run = lineage.branch = part["run"]
-        lineage.updates = part["step"]
-        lineage.steps = [part["step"]] * count
-        return lineage
+        return Lineage(count, part["run"], updates=part["step"], steps=[part["step"]] * count)
 
     def check(self):
         """Reads everything. Errors: CorruptError for a damaged block."""

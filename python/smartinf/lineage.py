@@ -18,12 +18,11 @@ _RUNS_PLAIN = 500  # a store keeps 64 KiB of this with a step
 
 
 class Lineage:
-    def __init__(self, params):
-        self.run = uuid.uuid4().hex
-        self.branch = self.run
-        self.updates = 0
-        self.steps = [0] * params
-        self.branch_next = ""  # the branch that the next step begins
+    def __init__(self, params, run=None, branch=None, updates=0, steps=None, branch_next=""):
+        self.run = run or uuid.uuid4().hex
+        self.branch = branch or self.run
+        self.updates, self.steps = updates, steps or [0] * params
+        self.branch_next = branch_next  # the branch that the next step begins
 
     def identity(self):
         return {"run": self.run, "branch": self.branch, "updates": self.updates}
@@ -31,20 +30,12 @@ class Lineage:
     def continued(self, params, same):
         """The lineage of a copy of this state among `params` parameters, none of them stepped yet: its next
         step begins a branch. same(value): the first rank's, on all ranks."""
-        lineage = Lineage(params)
-        lineage.run, lineage.branch, lineage.updates = self.run, self.branch, self.updates
-        lineage.branch_next = same(uuid.uuid4().hex)
-        return lineage
+        return Lineage(params, **self.identity(), branch_next=same(uuid.uuid4().hex))
 
     def advanced(self, taking_part):
         """The lineage after an update of the parameters in `taking_part` (a list of bool)."""
-        after = Lineage.__new__(Lineage)
-        after.run = self.run
-        after.branch = self.branch_next or self.branch
-        after.branch_next = ""
-        after.updates = self.updates + 1
-        after.steps = [s + int(t) for s, t in zip(self.steps, taking_part, strict=True)]
-        return after
+        steps = [s + int(t) for s, t in zip(self.steps, taking_part, strict=True)]
+        return Lineage(len(steps), self.run, self.branch_next or self.branch, self.updates + 1, steps)
 
     def to_json(self):
         runs = []  # [how many, step]: nearly always one entry, and a client metadata is small

@@ -28,8 +28,9 @@ _STEP = "a step"
 
 
 class RankCalls:
-    """A failure of any call is what all later ones raise as well. The first failure that any rank finds is put into
-    the store of the process group, and is what all ranks say: whoever gives up breaks the calls of others."""
+    """The one record of who failed first. A failure of any call, also of torch's own sums, is what all later ones raise
+    as well. The first failure that any rank finds is put into the store of the process group, and is what all ranks say:
+    whoever gives up breaks the calls of others."""
 
     def __init__(self, members, rank, make_group, timeout):
         """members: ranks of the job. make_group(): another gloo group of them, collective. timeout: seconds."""
@@ -56,6 +57,12 @@ class RankCalls:
             self._exchange(self._groups[channel], _tensor(mine), self._others, parts)
             frames = {r: bytes(part.tolist()) for r, part in parts.items()}
         return [mine if r == self._rank else frames[r][: len(mine)] for r in range(self._world)]
+
+    def all_texts(self, mine):
+        """Every rank's bytes, of any sizes, by rank."""
+        sizes = [int.from_bytes(size, "little") for size in self.all_gather(CONTROL, len(mine).to_bytes(8, "little"))]
+        texts = self.all_gather(CONTROL, mine.ljust(max(sizes), b"\0"))
+        return [text[:size] for text, size in zip(texts, sizes, strict=True)]
 
     def broadcast(self, channel, sent, size, root):
         """Root's bytes."""
@@ -92,6 +99,16 @@ class RankCalls:
         """All ranks are about to exchange `size` bytes of `what`. Errors: one of them is about something else."""
         self._frames(CONTROL, what, size, b"", self._others, self._others)
 
+    def of_torch(self, call):
+        """What call(), one of torch's own among the ranks, returns. Its failure has no rank's name."""
+        if self._failure is not None:
+            raise self._error()
+        try:
+            return call()
+        except RuntimeError as error:
+            found = f"{self._names[self._rank]}: a sum over the ranks failed ({_first_line(error)})"
+            raise self._fail(found, patience=_FIRST_SECONDS) from None
+
     # ---- Between ranks.
 
     def _frames(self, channel, what, size, short, receivers, senders):
@@ -116,11 +133,7 @@ class RankCalls:
             f"the ranks are {where}: {', and '.join(sorted((here, there)))}. Make the same calls on each of them, with as many "
             "batches and steps in between"
         )
-        with self._lock:
-            if self._failure is None:
-                self._failure = "I/O error", self._say_first(found, 0)
-        _log.error("%s. %s.", self._failure[1], _RESUME)
-        raise self._error()
+        raise self._fail(found)
 
     def _exchange(self, group, sent, receivers, parts):
         """Sends the tensor `sent` to each of the receivers; parts: for each sender the tensor that its message comes
@@ -138,13 +151,14 @@ class RankCalls:
                 begin = time.monotonic()  # torch's limit is one of each wait
                 work.wait()
         except BaseException as error:
-            with self._lock:
-                if self._failure is None:
-                    self._unfinished = sending + receiving
-                    self._failure = self._cause(r, error, time.monotonic() - begin)
+            waited = time.monotonic() - begin
+            self._unfinished += sending + receiving
             if not isinstance(error, Exception):
-                raise  # an interrupt; what others sent would be taken for messages of the next call
-            raise self._error() from None
+                # What others sent would be taken for messages of the next call.
+                text = f"{self._names[self._rank]}: a call to the other ranks was interrupted"
+                self._failure = self._failure or ("I/O error", text)
+                raise
+            raise self._fail_of(r, error, waited) from None
 
     def _error(self):
         code, text = self._failure
@@ -152,27 +166,25 @@ class RankCalls:
         made.code, made.advice = code, _RESUME
         return made
 
-    def _cause(self, r, error, waited):
-        """Code and text of what `error`, of a message from or to rank r, comes from."""
-        code = "I/O error"
-        if not isinstance(error, Exception):
-            return code, f"{self._names[self._rank]}: a call to the other ranks was interrupted"
+    def _fail(self, found, code="I/O error", patience=0.0):
+        """The error of a call that has failed, and of all later ones: what any rank has said first, within `patience`
+        seconds, else `found`."""
+        with self._lock:
+            if self._failure is None:
+                self._failure = code, self._say_first(found, patience)
+        # In the log too: the script may wait in a call of its own, which may say no name.
+        _log.error("%s. %s.", self._failure[1], _RESUME)
+        return self._error()
+
+    def _fail_of(self, r, error, waited):
+        """_fail() for an error of a message from or to rank r."""
         name = self._names[r]
         if not isinstance(error, RuntimeError):  # not of a message, but of the script's process group itself
-            found = f"{self._names[self._rank]}: a call to {name}: {type(error).__name__}: {error}"
-            first = self._say_first(found, 0)
-        elif waited > 0.9 * self._timeout:
-            code = "timeout"
-            found = f"{name} has not answered for {waited:.0f} s"
-            first = self._say_first(found, 0)
-        else:
-            # Of torch's text the first line, without the line of its source and what it guesses.
-            torch_says = re.sub(r"^\[[^]]*\] *|\. This is typically.*", "", str(error).partition("\n")[0])[:300]
-            found = f"{name} has ended, or cannot be reached any more ({torch_says})"
-            first = self._say_first(found, _FIRST_SECONDS if self._world > 2 else 0)
-        # In the log too: the script may wait in a call of its own, which may say no name.
-        _log.error("%s. %s.", first, _RESUME)
-        return code, first
+            return self._fail(f"{self._names[self._rank]}: a call to {name}: {type(error).__name__}: {error}")
+        if waited > 0.9 * self._timeout:
+            return self._fail(f"{name} has not answered for {waited:.0f} s", code="timeout")
+        found = f"{name} has ended, or cannot be reached any more ({_first_line(error)})"
+        return self._fail(found, patience=_FIRST_SECONDS if self._world > 2 else 0.0)
 
     def _say_first(self, text, patience):
         """What any rank has said first; within `patience` seconds another may."""
@@ -194,6 +206,11 @@ class RankCalls:
             return answers.get(timeout=patience + _STORE_SECONDS)
         except queue.Empty:
             return text
+
+
+def _first_line(error):
+    """Of torch's text, without the line of its source and what it guesses."""
+    return re.sub(r"^\[[^]]*\] *|\. This is typically.*", "", str(error).partition("\n")[0])[:300]
 
 
 def _tensor(text):

@@ -5,6 +5,7 @@ has divided each rank owns what it holds, and nobody else needs the new weights.
 Recovery, commits and the norm are agreed on by the core (engine/ranks/peers.h)."""
 
 import contextlib
+import functools
 import itertools
 import os
 import pickle
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from smartinf import _core, rank_calls
-from smartinf.errors import UsageError
+from smartinf.errors import Error, UsageError
 from smartinf.storage_options import is_remote
 
 
@@ -71,15 +72,15 @@ class Ranks:
 
     def barrier(self):
         if self.world > 1:
-            self.core.all_texts(b"")
+            self._calls.all_texts(b"")
 
     def broadcast_object(self, value):
         """Rank 0's value on every rank."""
-        return value if self.world == 1 else pickle.loads(self.core.first_text(pickle.dumps(value)))
+        return self.all_gather_object(value if self.rank == 0 else None)[0]
 
     def all_gather_object(self, value):
         """Every rank's value, by rank."""
-        return [value] if self.world == 1 else [pickle.loads(text) for text in self.core.all_texts(pickle.dumps(value))]
+        return [value] if self.world == 1 else [pickle.loads(text) for text in self._calls.all_texts(pickle.dumps(value))]
 
     def check_parameters(self, described):
         """Errors: UsageError when the ranks optimize different parameters (lists of names and shapes)."""
@@ -91,8 +92,14 @@ class Ranks:
                 "wrapper out, or give process_group the ranks that hold the same parameters."
             )
 
-    def raise_on_any_failure(self, failure):
-        """Raises on every rank when one of them has a failure (an Error, or None)."""
+    @contextlib.contextmanager
+    def failing_together(self):
+        """What one rank raises within it, an Error, all ranks raise at its end."""
+        failure = None
+        try:
+            yield
+        except Error as error:
+            failure = error
         if self.world > 1:
             try:
                 self.core.all_ok("a call of the optimizer", failure)
@@ -114,20 +121,20 @@ class Ranks:
         marks = bytearray(count)
         for i in indices:
             marks[i] = 1
-        return [i for i, marked in enumerate(zip(*self.core.all_texts(bytes(marks)), strict=True)) if any(marked)]
+        return [i for i, marked in enumerate(zip(*self._calls.all_texts(bytes(marks)), strict=True)) if any(marked)]
 
-    # ---- Tensors. Errors of broadcast and all_gather_weights name the rank as well; those of reduce and all_reduce are
-    # torch's.
+    # ---- Tensors. Errors of broadcast and all_gather_weights name the rank as well; those of reduce and all_reduce say
+    # what any rank has said first.
 
     def make_reduce_group(self):
         """A group of its own for reduce(), so that its order does not depend on the other calls'."""
         self._reduce_group = self._make_group()
 
     def reduce(self, tensor, owner):
-        """Starts adding up every rank's `tensor` into `owner`'s; the others' is then of no use."""
-        return dist.reduce(
-            tensor, dst=self._members[owner], group=self._reduce_group, async_op=True
-        )
+        """Starts adding up every rank's `tensor` into `owner`'s; the others' is then of no use. Returns what waits for it."""
+        start = functools.partial(dist.reduce, tensor, self._members[owner], group=self._reduce_group, async_op=True)
+        work = self._calls.of_torch(start)
+        return lambda: self._calls.of_torch(work.wait)
 
     def broadcast(self, tensor):
         """Rank 0's values into every rank's tensor."""
@@ -135,7 +142,7 @@ class Ranks:
 
     def all_reduce(self, tensor):
         self._calls.meet("a sum", tensor.nbytes)
-        dist.all_reduce(tensor, group=self._group)
+        self._calls.of_torch(lambda: dist.all_reduce(tensor, group=self._group))
 
     def all_gather_weights(self, layout):
         """Every rank's part of the flat weights to all ranks, which need them unless they are divided."""

@@ -6,7 +6,7 @@ import os
 import shutil
 
 from smartinf import _core, checkpoint
-from smartinf.errors import Error, MismatchError, UsageError
+from smartinf.errors import MismatchError, UsageError
 from smartinf.storage_options import is_remote
 
 
@@ -48,21 +48,18 @@ def lay_out_anew(session, groups, reopen):
 def check_interrupted(options, paths):
     """After a crash the devices may be empty, or hold a beginning, while the state is in the checkpoint.
     Where they hold that very state the checkpoint is of no use any more. Collective. Errors: MismatchError."""
-    kept, failure = folder(options), None
+    kept = folder(options)
     if kept is None or options.ranks.broadcast_object(not os.path.isdir(kept)):
         return
-    try:
+    with options.ranks.failing_together():
         wanted = checkpoint.identity(kept)
         here = [_core.peek(path, options.remote) for path in paths]
         if all(state is not None and state[0] for state in here):
             here = checkpoint.identity_of_devices(paths, options.remote)
         if here != wanted:
-            failure = MismatchError(
+            raise MismatchError(
                 f"add_param_group was interrupted: the state of update {wanted['updates']} is in {kept}, "
                 f"and not on {paths[0]}. Bring it back: make the optimizer with resume=False, and call "
                 f'load_checkpoint("{kept}") before the first step. It is the only copy: move it away only if it is not needed.'
             )
-    except Error as error:
-        failure = error
-    options.ranks.raise_on_any_failure(failure)
     discard(options)

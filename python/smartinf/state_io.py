@@ -205,8 +205,7 @@ def _load_full(session, state_dict, param_groups):
     layout, keys, state = session.layout, session.options.state_keys, state_dict["state"]
     # torch.distributed.checkpoint has names in place of numbers, in the groups' order.
     saved = [number for group in state_groups(state_dict["param_groups"]) for number in group["params"]]
-    lineage = Lineage(len(layout.params))
-    lineage.run = lineage.branch = session.ranks.broadcast_object(lineage.run)
+    lineage = Lineage(len(layout.params), session.ranks.broadcast_object(Lineage(0).run))
     entries = {}
     for i, number in enumerate(_torch_numbers(layout, param_groups)):
         entry = state.get(saved[number])

@@ -214,6 +214,24 @@ def test_after_an_interrupt_no_other_message_is_exchanged(monkeypatch):
             call()
 
 
+def test_torchs_own_sums_say_what_has_failed_first(monkeypatch):
+    class Store:
+        check = staticmethod(lambda keys: True)
+        compare_set = staticmethod(lambda key, _, mine: b"rank 1 (process 7 on here): the drive is gone")
+
+    class Group:
+        pass
+
+    monkeypatch.setattr(rank_calls.RankCalls, "all_gather", lambda self, channel, mine: [mine, mine])
+    for store, said in ((Store(), "rank 1 .process 7.*the drive is gone"), (None, "a sum over the ranks failed .Closed.")):
+        monkeypatch.setattr(rank_calls, "_store_of", lambda group, store=store: store)
+        calls = rank_calls.RankCalls([0, 1], 0, Group, timeout=60)
+        assert calls.of_torch(lambda: 5) == 5
+        for call in (lambda: calls.of_torch(raising(RuntimeError("[source.cc:3] Closed\nmore"))), lambda: calls.of_torch(None)):
+            with pytest.raises(smartinf.DeviceError, match=f"{said}.*resume=True"):
+                call()
+
+
 class OddError(Exception):
     code = 404  # of another package: no name of the core's
 
@@ -249,11 +267,8 @@ def test_whatever_a_collective_call_raises_is_an_error_of_the_core(answer, said)
         failed = raising(ValueError("also here"))
 
     ranks = _core.Ranks(0, 1, Calls())
-    for call in (lambda: ranks.all_texts(b"x"), lambda: ranks.all_ok("a call", None)):
-        with pytest.raises(smartinf.DeviceError, match=said):
-            call()
-    with pytest.raises(smartinf.DeviceError):
-        ranks.first_text(b"x")
+    with pytest.raises(smartinf.DeviceError, match=said):
+        ranks.all_ok("a call", None)
 
 
 def test_an_interrupted_collective_call_stays_an_interrupt():
@@ -261,9 +276,8 @@ def test_an_interrupted_collective_call_stays_an_interrupt():
         all_gather = broadcast = staticmethod(raising(KeyboardInterrupt()))
 
     ranks = _core.Ranks(0, 1, Calls())
-    for call in (lambda: ranks.all_texts(b"x"), lambda: ranks.first_text(b"x"), lambda: ranks.all_ok("a call", None)):
-        with pytest.raises(KeyboardInterrupt):
-            call()
+    with pytest.raises(KeyboardInterrupt):
+        ranks.all_ok("a call", None)
 
 
 def test_devices_of_different_runs_are_refused(run, tmp_path):

@@ -8,6 +8,18 @@ master weights and moments live in files on one or more devices and are updated 
 torch is imported when the first optimizer class is touched, not with the package. The classes, their
 options and their errors are described in docs/python.md; ``python -m smartinf --help`` lists the
 commands.
+
+The modules, in the order in which a step meets them; each says in its first lines what it does:
+
+- optimizers, storage_optimizer, storage_options, options: torch's classes, their keywords
+- session, core_options, layout: one opening of the devices, and where each parameter stands there
+- gradients, released_gradients, averaged_gradients, amp: where a step's gradients come from
+- residency, absent_parameter, late_weights, early_updates: weights that a step has left behind (overlap)
+- streaming, units, layer_stream, layer_window, layer_major: models larger than memory
+- activations, spooled_tensors: what autograd saves, on devices
+- ranks, rank_calls, sharded_parameters: several processes; FSDP2
+- lineage, state_io, checkpoint, relayout, torch_state: which state this is, and its copies
+- hf, trainer_arguments, deepspeed: Trainer and Accelerate
 """
 
 

@@ -11,7 +11,7 @@ import torch
 
 from smartinf.absent_parameter import Absent
 from smartinf.errors import UsageError
-from smartinf.modules import give_class, tensors_in
+from smartinf.modules import current_backward, give_class, tensors_in
 from smartinf.residency import Hook, Place, Residency, attach
 
 _waiting = weakref.WeakKeyDictionary()  # model -> need_all() of its LateWeights
@@ -105,7 +105,7 @@ class LateWeights(Residency):
         before = {i: self._updated_by.get(i) for i in own}
 
         def check(_):
-            this_pass = torch._C._current_graph_task_id()
+            this_pass = current_backward()
             for i, by in before.items():
                 # What this very pass has completed it does not need any more, or torch finds it.
                 if self._updated_by.get(i) not in (by, this_pass):
@@ -136,7 +136,7 @@ class LateWeights(Residency):
 
     def begin_early(self, layout, i):
         """The devices have the gradient of parameter i and may update it before step()."""
-        self._updated_by[i] = torch._C._current_graph_task_id()
+        self._updated_by[i] = current_backward()
         torch.autograd.graph.increment_version(layout.params[i])
         self.put(i, layout.params[i], Place.WRITTEN)
 

@@ -12,7 +12,7 @@ import torch
 from smartinf.absent_parameter import POINTERS, absent_class, without_values
 from smartinf.errors import UsageError
 from smartinf.layer_window import Window
-from smartinf.modules import check_version, mapped, tensors_in, top_saved_tensors_hooks
+from smartinf.modules import check_version, current_backward, mapped, tensors_in, top_saved_tensors_hooks
 from smartinf.process_memory import FreedMemory
 from smartinf.residency import Place, Residency, attach
 
@@ -114,7 +114,7 @@ class LayerStream(Residency):
 
     def begin_forward(self):
         """A pass over the model begins: its uses are likely to be those of the last one like it."""
-        if torch._C._current_graph_task_id() != -1:
+        if current_backward() != -1:
             return  # a forward that is computed again in backward is no new pass
         # torch calls no hooks after a forward that KeyboardInterrupt has ended. At the beginning of a pass none is open.
         stack = getattr(self._entered, "stack", [])
@@ -221,7 +221,7 @@ class LayerStream(Residency):
 
     def _end_abandoned_backward(self):
         """One that raised has not ended."""
-        if self._in_backward and torch._C._current_graph_task_id() == -1:
+        if self._in_backward and current_backward() == -1:
             self._end_backward()
 
     def index_of(self, param, otherwise=None):
@@ -459,11 +459,8 @@ class LayerStream(Residency):
 _SavedView = collections.namedtuple("_SavedView", ["index", "dtype", "offset", "size", "stride", "rows", "generation"])
 
 
-class _Own:
-    """What a module's forward needs: units. is_block: it may be computed again in backward."""
-
-    def __init__(self, units, is_block):
-        self.units, self.is_block = units, is_block
+# What a module's forward needs. is_block: it may be computed again in backward.
+_Own = collections.namedtuple("_Own", ["units", "is_block"])
 
 
 def _expert_hook(stream, module, indices):

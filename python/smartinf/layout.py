@@ -1,6 +1,7 @@
 """Where each torch parameter stands in the parameter space and in host memory."""
 
 import mmap
+from typing import NamedTuple
 
 import torch
 
@@ -45,23 +46,20 @@ def _checksums(device, tensors):
     return _core.checksums([t.data_ptr() for t in tensors], [t.numel() * t.element_size() for t in tensors])
 
 
-class Segment:
+class Segment(NamedTuple):
     """Elements [start, stop) of one parameter, as far as this process holds it: a range of this process's
     parameter space.
 
-    first: its first element in this process's space. In one process every parameter is one segment;
-    with several ranks each owns a span of the whole, which may begin and end inside a parameter. Of DTensors
-    each rank owns what it holds.
+    index: of the segment. param: in Layout.params. first: its first element in this process's space. In one process
+    every parameter is one segment; with several ranks each owns a span of the whole, which may begin and end inside a
+    parameter. Of DTensors each rank owns what it holds.
     """
 
-    __slots__ = ("first", "index", "param", "start", "stop")
-
-    def __init__(self, index, param, start, stop, first):
-        self.index = index  # of the parameter, over all groups
-        self.param = param  # index in Layout.params
-        self.start = start
-        self.stop = stop
-        self.first = first
+    index: int
+    param: int
+    start: int
+    stop: int
+    first: int
 
     @property
     def count(self):

@@ -39,6 +39,11 @@ def give_class(model, methods):
     model.__class__ = type(plain.__name__, (plain,), methods | named)
 
 
+def current_backward():
+    """A number of the backward pass that this thread is in; -1: none."""
+    return torch._C._current_graph_task_id()
+
+
 def top_saved_tensors_hooks():
     """(pack, unpack) that autograd calls at present, or None."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False)

@@ -13,7 +13,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from smartinf.errors import NoSpaceError, UsageError
-from smartinf.modules import check_version
+from smartinf.modules import check_version, current_backward
 from smartinf.process_memory import PAGE, FreedMemory, aligned_memory
 
 _log = logging.getLogger("smartinf")
@@ -178,7 +178,7 @@ class SpooledTensors:
 
     def pack(self, tensor):
         # Within backward: a recomputation, or a graph of the gradients. It is used at once, or stays.
-        if torch._C._current_graph_task_id() != -1 or not plain(tensor):
+        if current_backward() != -1 or not plain(tensor):
             return _Stays(tensor)
         if tensor.untyped_storage().nbytes() < _SMALL:
             return _Stays(tensor)

@@ -19,7 +19,6 @@
 #include "smartinf/engine/local_source.h"
 #include "smartinf/engine/memory.h"
 #include "smartinf/engine/step_metadata.h"
-#include "smartinf/kernels/update.h"
 #include "smartinf/storage/store.h"
 
 #include "python/core/checkpoint.h"
@@ -55,15 +54,6 @@ smartinf::engine::DeviceSources sources_at(const std::vector<std::string>& paths
 }
 
 void define_functions(nb::module_& module) {
-  module.def(
-      "instruction_set",
-      [] {
-        smartinf::python::check(smartinf::kernels::forced_isa_status());
-        return std::string(smartinf::kernels::kernels().isa());
-      },
-      "The instruction set whose kernels this machine uses. Raises UsageError when "
-      "SMARTINF_FORCE_ISA names one it does not have.");
-
   module.def(
       "erase",
       [](const std::string& path, const nb::dict& remote) {
@@ -203,7 +193,6 @@ void define_spool(nb::module_& module) {
            "Starts to read all of it. A put that was not waited for is copied from its memory.")
       .def("drop", &PySpool::drop, "ticket"_a, "Waits for what is under way, and frees its room.")
       .def("counts", &PySpool::counts, "Bytes so far: put, got, copied; used, used_max.")
-      .def("size_bytes", &PySpool::size_bytes)
       .def("close", nb::overload_cast<nb::object>(&PySpool::close), "memory"_a = nb::none(),
            "Drops all tickets. memory: an object that holds the memory of puts and gets; it is "
            "kept for good where a device has failed and may still use it.");
@@ -218,7 +207,6 @@ void define_state(nb::class_<PyUpdater, PyWeightSource>& updater) {
           "Opens what is on the devices, or creates it when they are empty. Each of the names is a "
           "range of the parameter space, and a group of its own.")
       .def("fresh", &PyUpdater::fresh)
-      .def("committed_step", &PyUpdater::committed_step)
       .def("client_metadata", &PyUpdater::client_metadata,
            "The text given with the committed step.")
       .def("initialize", &PyUpdater::initialize, "provide"_a, "client_metadata"_a,
@@ -254,7 +242,6 @@ void define_state(nb::class_<PyUpdater, PyWeightSource>& updater) {
       .def("memory_bytes", &PyUpdater::memory_bytes)
       .def("state_cache_bytes", &PyUpdater::state_cache_bytes)
       .def("gradient_memory_bytes", &PyUpdater::gradient_memory_bytes)
-      .def("bytes_written_ever", &PyUpdater::bytes_written_ever)
       .def("describe_devices", &PyUpdater::describe_devices)
       .def("spool", &PyUpdater::spool, "Of the option spool_bytes, or None; closed with this.")
       .def("close", &PyUpdater::close, "Completes a started commit and releases the devices.");

@@ -83,12 +83,8 @@ engine::Collectives::Started PyRanks::all_to_all(Channel, std::span<const std::b
   return Status(ErrorCode::kUnsupported, "an exchange of gradients by the core");
 }
 
-engine::Collectives::Started PyRanks::broadcast(Channel channel, std::span<std::byte> bytes,
-                                                uint32_t root) {
-  return with_gil(interrupt_, [&] {
-    const nb::object sent = rank_ == root ? nb::object(bytes_of(bytes)) : nb::none();
-    copy(calls_.attr("broadcast")(static_cast<int>(channel), sent, bytes.size(), root), bytes);
-  });
+engine::Collectives::Started PyRanks::broadcast(Channel, std::span<std::byte>, uint32_t) {
+  return Status(ErrorCode::kUnsupported, "an exchange of weights by the core");
 }
 
 engine::Collectives::Started PyRanks::all_gather(Channel channel, std::span<const std::byte> mine,

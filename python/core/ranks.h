@@ -26,7 +26,7 @@ class PyRanks final : public engine::Collectives {
 
   uint32_t rank() const override { return rank_; }
   uint32_t world() const override { return world_; }
-  /// Errors: kUnsupported. Gradients are exchanged by Python.
+  /// These two have the error kUnsupported. Gradients and weights are exchanged by Python.
   Started all_to_all(engine::Channel channel, std::span<const std::byte> send,
                      std::span<const uint64_t> send_bytes, std::span<std::byte> receive,
                      std::span<const uint64_t> receive_bytes) override;

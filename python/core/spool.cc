@@ -104,12 +104,6 @@ nb::dict PySpool::counts() {
   return out;
 }
 
-uint64_t PySpool::size_bytes() {
-  uint64_t bytes = 0;
-  run([&](Spool& spool) { bytes = spool.size_bytes(); });
-  return bytes;
-}
-
 void PySpool::close(nb::object memory) {
   if (getpid() != owner_) return;
   std::shared_ptr<void> held(memory.inc_ref().ptr(), [](void* object) {

@@ -34,7 +34,6 @@ class PySpool {
   void start_get(uint64_t ticket, uintptr_t address);
   void drop(uint64_t ticket);
   nanobind::dict counts();
-  uint64_t size_bytes();
   /// memory: what puts and gets have used; kept for good where a device may still use it.
   void close(nanobind::object memory);
   /// As above, of which nothing is known.

@@ -45,7 +45,6 @@ class PyUpdater final : public PyWeightSource {
   ~PyUpdater() override;
 
   bool fresh() { return core().fresh(); }
-  uint64_t committed_step() { return core().committed_step(); }
   std::string client_metadata() { return core().client_metadata(); }
   uint64_t count() override { return core().space().count(); }
 
@@ -85,7 +84,6 @@ class PyUpdater final : public PyWeightSource {
   uint64_t memory_bytes() { return core().memory_bytes(); }
   uint64_t state_cache_bytes() { return core().state_cache_bytes(); }
   uint64_t gradient_memory_bytes() { return core().gradient_memory_bytes(); }
-  uint64_t bytes_written_ever() { return core().bytes_written_ever(); }
   std::vector<std::string> describe_devices() { return core().describe_devices(); }
   /// Null without the option spool_bytes; closed with the updater.
   std::shared_ptr<PySpool> spool();

@@ -51,7 +51,7 @@ class RankCalls:
 
     def all_gather(self, channel, mine):
         """Every rank's bytes, as many of each, by rank."""
-        frames = self._frames(channel, "gather", len(mine), mine, self._others, self._others)
+        frames = self._frames(channel, "gather", len(mine), mine)
         if len(mine) > _SHORT:
             parts = {r: _room(len(mine)) for r in self._others}
             self._exchange(self._groups[channel], _tensor(mine), self._others, parts)
@@ -63,16 +63,6 @@ class RankCalls:
         sizes = [int.from_bytes(size, "little") for size in self.all_gather(CONTROL, len(mine).to_bytes(8, "little"))]
         texts = self.all_gather(CONTROL, mine.ljust(max(sizes), b"\0"))
         return [text[:size] for text, size in zip(texts, sizes, strict=True)]
-
-    def broadcast(self, channel, sent, size, root):
-        """Root's bytes."""
-        receivers, senders = (self._others, []) if self._rank == root else ([], [root])
-        frames = self._frames(channel, f"broadcast of {root}", size, sent or b"", receivers, senders)
-        if size > _SHORT:
-            parts = {r: _room(size) for r in senders}
-            self._exchange(self._groups[channel], _tensor(sent or b""), receivers, parts)
-            frames = {r: bytes(part.tolist()) for r, part in parts.items()}
-        return sent if self._rank == root else frames[root][:size]
 
     def failed(self, text):
         """This rank gives up."""
@@ -97,7 +87,7 @@ class RankCalls:
 
     def meet(self, what, size):
         """All ranks are about to exchange `size` bytes of `what`. Errors: one of them is about something else."""
-        self._frames(CONTROL, what, size, b"", self._others, self._others)
+        self._frames(CONTROL, what, size, b"")
 
     def of_torch(self, call):
         """What call(), one of torch's own among the ranks, returns. Its failure has no rank's name."""
@@ -111,14 +101,14 @@ class RankCalls:
 
     # ---- Between ranks.
 
-    def _frames(self, channel, what, size, short, receivers, senders):
-        """{sender: its message, if it is short}. Errors: a sender is at another call."""
+    def _frames(self, channel, what, size, short):
+        """{other rank: its message, if it is short}. Errors: one of them is at another call."""
         call = "the commit of a step" if channel == COMMIT else self.call
         fields = self._exchanges[channel], size, what.encode(), call.encode(), short if len(short) <= _SHORT else b""
         self._exchanges[channel] += 1
         mine = _FRAME.pack(*fields)
-        parts = {r: _room(_FRAME.size) for r in senders}
-        self._exchange(self._groups[channel], _tensor(mine), receivers, parts)
+        parts = {r: _room(_FRAME.size) for r in self._others}
+        self._exchange(self._groups[channel], _tensor(mine), self._others, parts)
         messages = {}
         for r, part in parts.items():
             *theirs, messages[r] = _FRAME.unpack(bytes(part.tolist()))

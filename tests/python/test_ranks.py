@@ -263,7 +263,7 @@ def test_whatever_a_collective_call_raises_is_an_error_of_the_core(answer, said)
     """In the calls from Python, and in those of the core's own threads."""
 
     class Calls:
-        all_gather = broadcast = staticmethod(answer)
+        all_gather = staticmethod(answer)
         failed = raising(ValueError("also here"))
 
     ranks = _core.Ranks(0, 1, Calls())
@@ -273,7 +273,7 @@ def test_whatever_a_collective_call_raises_is_an_error_of_the_core(answer, said)
 
 def test_an_interrupted_collective_call_stays_an_interrupt():
     class Calls:
-        all_gather = broadcast = staticmethod(raising(KeyboardInterrupt()))
+        all_gather = staticmethod(raising(KeyboardInterrupt()))
 
     ranks = _core.Ranks(0, 1, Calls())
     with pytest.raises(KeyboardInterrupt):

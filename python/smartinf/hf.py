@@ -98,7 +98,7 @@ class _Maker:
     parameters' names, which groups that Trainer makes do not have."""
 
     def __call__(self, model, args, optimizer_class, options):
-        trainer = trainer_arguments.maker()  # a subclass may have a rule of its own
+        trainer = trainer_arguments.running("create_optimizer")  # a subclass may have a rule of its own
         kind = transformers.Trainer if trainer is None else type(trainer)
         if trainer is not None:
             _close_the_one_before(trainer, options)

@@ -46,15 +46,10 @@ def running(method):
     return None
 
 
-def maker():
-    """The Trainer that makes its optimizer at present, or None."""
-    return running("create_optimizer")
-
-
 def check_making(param_groups, options, max_grad_norm):
     """An optimizer of these is about to touch its devices. Raises UsageError when Trainer makes it with other
     values than its arguments have."""
-    trainer = maker()
+    trainer = running("create_optimizer")
     if trainer is None:
         return
     different = differences(trainer.args, param_groups, options)

@@ -173,15 +173,42 @@ class Remote(WithServers):
         self.assertFalse(self.handshakes_with(ssl.TLSVersion.TLSv1_2))
 
     def test_a_port_in_use_is_one_sentence(self):
-        for key, what in (("listen", self.server.port), ("metrics", self.server.metrics_port)):
-            second = Server(self.authority, self.folder / f"second_at_{key}")
-            text = re.sub(rf'(?m)^{key} = ".*"$', f'{key} = "127.0.0.1:{what}"', second.file.read_text(encoding="utf-8"))
-            second.file.write_text(text, encoding="utf-8")
-            told = run("serve", str(second.file))
-            self.assertEqual(told.returncode, 1, told)
-            self.assertIn("is in use by another process", told.stderr)
-            self.assertIn(f"127.0.0.1:{what}", told.stderr)
-            self.assertEqual(told.stderr.count("\n"), 1, told.stderr)
+        second = Server(self.authority, self.folder / "second_at_the_port")
+        second.change("listen", f"127.0.0.1:{self.server.port}")
+        told = run("serve", str(second.file))
+        self.assertEqual(told.returncode, 1, told)
+        self.assertIn("is in use by another process", told.stderr)
+        self.assertIn(f"127.0.0.1:{self.server.port}", told.stderr)
+        self.assertEqual(told.stderr.count("\n"), 1, told.stderr)
+
+    def test_metrics_are_a_file_for_others_to_read(self):
+        self.assertEqual(self.server.metrics("smartinf_device_usable"), 3)
+        self.assertEqual(self.server.metrics("smartinf_build_info"), 1)
+        server = Server(self.authority, self.folder / "measured")
+        with server:
+            self.assertEqual(server.metrics("smartinf_device_usable"), 1)
+            file = server.folder / "metrics.prom"
+            self.assertEqual(file.stat().st_mode & 0o777, 0o644)
+            (server.folder / "fast0").rename(server.folder / "gone")
+            self.assertEqual(server.metrics("smartinf_device_usable"), 0)
+            (server.folder / "gone").rename(server.folder / "fast0")
+            # What cannot be written later on is a line in the log, and another one only after it could.
+            file.unlink()
+            file.mkdir()
+            self.until(lambda: "cannot write the metrics" in server.log())
+            file.rmdir()
+            self.assertEqual(server.metrics("smartinf_device_usable"), 1)
+            self.assertEqual(server.log().count("cannot write the metrics"), 1, server.log())
+            server.end()
+            self.assertFalse(file.exists(), "the numbers of a server that has ended are no news")
+        server.change("metrics", "none/metrics.prom")
+        told = run("serve", str(server.file))
+        self.assertEqual(told.returncode, 1, told)
+        self.assertIn(f"cannot write the metrics: {server.folder}/none/metrics.prom.new", told.stderr)
+        server.change("metrics", "127.0.0.1:9464")
+        told = run("serve", str(server.file))
+        self.assertEqual(told.returncode, 2, told)
+        self.assertIn('write metrics = "/var/lib/prometheus/node-exporter/smartinf.prom"', told.stderr)
 
     def test_what_is_kept_is_for_no_other_user(self):
         url = self.server.url("fast2")

@@ -7,7 +7,7 @@ import signal
 import socket
 import subprocess
 import tempfile
-import urllib.request
+import time
 
 
 def free_port():
@@ -56,12 +56,11 @@ class Server:
         self.on = list(on)
         self.host = host
         self.port = free_port()
-        self.metrics_port = free_port()
         self.process = None
         certificate, key, ca = authority.files("servers", "127.0.0.1")
         names = ", ".join(f'"{name}"' for name in clients)
         text = (f'listen = "{host}:{self.port}"\ncertificate = "{certificate}"\nkey = "{key}"\nca = "{ca}"\n'
-                f'revoked = "{authority.folder / "revoked.crl"}"\nmetrics = "127.0.0.1:{self.metrics_port}"\n{keys}\n')
+                f'revoked = "{authority.folder / "revoked.crl"}"\nmetrics = "metrics.prom"\nmetrics_seconds = 0.1\n{keys}\n')
         self.folder.mkdir(exist_ok=True)
         for device in devices:
             (self.folder / device).mkdir()
@@ -76,6 +75,11 @@ class Server:
 
     def url(self, device="fast0"):
         return f"grpc://{self.host}:{self.port}/{device}"
+
+    def change(self, key, text):
+        """Of a key whose value is a text."""
+        before = self.file.read_text(encoding="utf-8")
+        self.file.write_text(re.sub(rf'(?m)^{key} = ".*"$', f'{key} = "{text}"', before), encoding="utf-8")
 
     def start(self):
         with (self.folder / "log").open("ab") as log:
@@ -107,9 +111,14 @@ class Server:
         self.end(signal.SIGKILL)
 
     def metrics(self, name):
-        """Of a family, summed over its samples."""
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.metrics_port}/metrics", timeout=10) as page:
-            text = page.read().decode()
+        """Of a family, summed over its samples: as of now, which is what the second writing from now on has."""
+        file = self.folder / "metrics.prom"
+        seen = [time.time_ns()]
+        while len(seen) < 3 and self.process.poll() is None:
+            time.sleep(0.01)
+            at = file.stat().st_mtime_ns if file.is_file() else 0
+            seen += [at] if at > seen[-1] else []
+        text = file.read_text(encoding="utf-8")
         return sum(float(value) for value in re.findall(rf"(?m)^{name}(?:\{{.*\}})? (\S+)$", text))
 
 

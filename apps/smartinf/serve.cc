@@ -13,11 +13,11 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include "smartinf/base/file.h"
 #include "smartinf/base/log.h"
 #include "smartinf/base/units.h"
 #include "smartinf/engine/local_source.h"
 #include "smartinf/serve/certificates/certificates.h"
-#include "smartinf/serve/metrics/metrics_endpoint.h"
 #include "smartinf/serve/server.h"
 
 #include "apps/smartinf/commands.h"
@@ -136,15 +136,14 @@ void warn_of_open_files(const ServeFile& file) {
   }
 }
 
-/// Whether the drives are still there.
-Status health(const ServeFile& file) {
-  for (const ServeDevice& device : file.devices) {
-    if (::access(device.path.c_str(), R_OK | W_OK) != 0) {
-      return base::errno_status(errno, fmt::format("device {} cannot be used", device.name),
-                                device.path);
-    }
+/// Appears whole, and others may read it.
+Status write_metrics(const std::string& path, const std::string& text) {
+  const std::string made = path + ".new";
+  SI_RETURN_IF_ERROR(base::write_text_file(made, text, "cannot write the metrics"));
+  if (::chmod(made.c_str(), 0644) == 0 && ::rename(made.c_str(), path.c_str()) == 0) {
+    return Status();
   }
-  return Status();
+  return base::errno_status(errno, "cannot write the metrics", path);
 }
 
 int run_serve(const std::string& path) {
@@ -200,19 +199,14 @@ int run_serve(const std::string& path) {
   Result<std::unique_ptr<serve::Server>> server = serve::Server::start(std::move(options));
   if (!server.ok()) return report(server.status());
 
-  std::unique_ptr<serve::MetricsEndpoint> metrics;
-  if (!file->metrics.empty()) {
-    serve::MetricsOptions metrics_options;
-    metrics_options.listen = file->metrics;
-    auto started = serve::MetricsEndpoint::start(
-        metrics_options, {[&] {
-                            return serve::metrics_text(collect_metrics(
-                                **server, *file, drives, started_s, static_cast<double>(until_s)));
-                          },
-                          [&] { return health(*file); }});
-    if (!started.ok()) return report(started.status());
-    metrics = std::move(*started);
-  }
+  const auto metrics_now = [&] {
+    if (file->metrics.empty()) return Status();
+    return write_metrics(file->metrics,
+                         serve::metrics_text(collect_metrics(**server, *file, drives, started_s,
+                                                             static_cast<double>(until_s))));
+  };
+  // A place that cannot be written is an error at the start, and later a line in the log.
+  if (const Status status = metrics_now(); !status.ok()) return report(status);
 
   const std::string host = file->listen.substr(0, file->listen.rfind(':'));
   for (const ServeDevice& device : file->devices) {
@@ -221,16 +215,23 @@ int run_serve(const std::string& path) {
                 base::format_bytes(device.memory_bytes).c_str(),
                 fmt::format("{}", fmt::join(device.clients, ", ")).c_str());
   }
-  std::printf(
-      "serving at %s:%u%s\n", host.c_str(), (*server)->port(),
-      metrics == nullptr ? "" : (", metrics at http://" + metrics->address() + "/metrics").c_str());
+  std::printf("serving at %s:%u%s%s\n", host.c_str(), (*server)->port(),
+              file->metrics.empty() ? "" : ", metrics in ", file->metrics.c_str());
   std::fflush(stdout);
 
   std::mutex mutex;
   std::condition_variable_any stopped;
   std::unique_lock hold(mutex);
-  stopped.wait(hold, interrupt.token(), [] { return false; });
-  metrics.reset();
+  bool written = true;
+  while (!interrupt.requested()) {
+    stopped.wait_for(hold, interrupt.token(), std::chrono::duration<double>(file->metrics_seconds),
+                     [] { return false; });
+    const Status status = metrics_now();
+    if (written && !status.ok()) base::log(base::LogLevel::kWarning, status.to_string());
+    written = status.ok();
+  }
+  // Nobody takes the last numbers for new ones.
+  if (!file->metrics.empty()) (void)::unlink(file->metrics.c_str());
   for (const std::string& line : (*server)->stop()) std::printf("%s\n", line.c_str());
   std::printf("stopped\n");
   return kExitDone;

@@ -112,6 +112,8 @@ Result<ServeFile> read_serve_file(const std::string& path) {
       {"ca", &file.ca},
       {"revoked", &file.revoked},
       {"metrics", &file.metrics},
+      {"metrics_seconds",
+       base::Number{&file.metrics_seconds, 0.1, 86400, "of seconds from 0.1 to 86400"}},
       {"lease_seconds", seconds(file.lease_seconds)},
       {"keepalive_seconds", seconds(file.keepalive_seconds)},
       {"device", static_cast<bool*>(nullptr)}};  // a name only: read below
@@ -124,10 +126,17 @@ Result<ServeFile> read_serve_file(const std::string& path) {
       file.devices.push_back(take_device(table, path, reader));
     }
   }
-  for (std::string* text : {&file.listen, &file.metrics}) {
-    if (!base::printable(*text)) reader.problem({1, 1}, "an address has characters that are none");
+  if (!base::printable(file.listen)) {
+    reader.problem({1, 1}, "an address has characters that are none");
   }
-  for (std::string* one : {&file.certificate, &file.key, &file.ca, &file.revoked}) {
+  if (!file.metrics.empty() && !file.metrics.ends_with(".prom")) {
+    reader.problem(
+        {1, 1},
+        "metrics names a file whose name ends in .prom, and no address any more: write "
+        "metrics = \"/var/lib/prometheus/node-exporter/smartinf.prom\", which Prometheus' "
+        "node exporter shows, or leave it out");
+  }
+  for (std::string* one : {&file.certificate, &file.key, &file.ca, &file.revoked, &file.metrics}) {
     from_file(path, *one);
   }
   if (reader.ok()) check_whole(file, reader);

@@ -27,8 +27,9 @@ struct ServeFile {
   std::string certificate;
   std::string key;
   std::string ca;
-  std::string revoked;                     // empty: nobody is
-  std::string metrics = "127.0.0.1:9464";  // empty: none
+  std::string revoked;          // empty: nobody is
+  std::string metrics;          // file for Prometheus' node exporter, *.prom; empty: none
+  double metrics_seconds = 15;  // between two writings of it
   double lease_seconds = 60;
   double keepalive_seconds = 10;
   std::vector<ServeDevice> devices;

@@ -43,6 +43,7 @@ serve::ServerMetrics collect_metrics(const serve::Server& server, const ServeFil
     device.memory_limit_bytes = served.memory_limit_bytes;
     const auto found = std::ranges::find(file.devices, served.name, &ServeDevice::name);
     if (found == file.devices.end()) continue;
+    device.usable = ::access(found->path.c_str(), R_OK | W_OK) == 0 ? 1 : 0;
     const DriveFacts drive = drives.facts(static_cast<size_t>(found - file.devices.begin()));
     if (drive.size_bytes > 0) device.capacity_bytes = drive.size_bytes;
     if (drive.size_bytes > 0 && !drive.is_block_device) device.free_bytes = drive.free_bytes;

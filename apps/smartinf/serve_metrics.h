@@ -3,8 +3,8 @@
 
 #include <string>
 
-#include "smartinf/serve/metrics/server_metrics.h"
 #include "smartinf/serve/server.h"
+#include "smartinf/serve/server_metrics.h"
 
 #include "apps/smartinf/drive_watch.h"
 #include "apps/smartinf/serve_file.h"

@@ -18,7 +18,7 @@
 #include <sys/resource.h>
 #include <sys/socket.h>
 
-#include "smartinf/serve/metrics/listening_socket.h"
+#include "smartinf/serve/listening_socket.h"
 #include "smartinf/serve/token_bucket.h"
 
 namespace smartinf::serve::wire {

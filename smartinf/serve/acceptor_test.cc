@@ -6,7 +6,7 @@
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 
-#include "smartinf/serve/metrics/listening_socket.h"
+#include "smartinf/serve/listening_socket.h"
 #include "smartinf/serve/test_proxy.h"
 
 namespace smartinf::serve::wire {
@@ -165,6 +165,20 @@ TEST_F(Acceptors, WhatIsClosedCountsNoMore) {
   EXPECT_TRUE(stays(second));
   acceptor_->cut(peer_of(second));
   EXPECT_TRUE(ends(second));
+}
+
+TEST_F(Acceptors, AddressesAreChecked) {
+  start({});
+  const auto listen = [](const std::string& address) {
+    return listening_sockets(address, "devices").status();
+  };
+  EXPECT_EQ(listen("127.0.0.1:" + std::to_string(acceptor_->port())).code(),
+            base::ErrorCode::kBusy);
+  for (const char* bad : {"", "7443", "127.0.0.1", "127.0.0.1:", "127.0.0.1:x", "127.0.0.1:65536",
+                          "::1:7443", "300.0.0.1:1", ":7443", "[]:1", "127.0.0.1:-1"}) {
+    EXPECT_EQ(listen(bad).code(), base::ErrorCode::kInvalidArgument) << bad;
+  }
+  EXPECT_TRUE(listen("[::1]:0").ok() || listen("[::1]:0").code() == base::ErrorCode::kIo);
 }
 
 }  // namespace

@@ -32,6 +32,7 @@ struct DeviceMetrics {
   std::string name;
   std::string holder;     // the client that has the lease; empty: nobody
   bool attached = false;  // that client is connected just now
+  uint64_t usable = 0;    // 1: its directory or block device can be read and written
   uint64_t received_bytes = 0;
   uint64_t sent_bytes = 0;
   uint64_t commands = 0;

@@ -1,4 +1,4 @@
-#include "smartinf/serve/metrics/server_metrics.h"
+#include "smartinf/serve/server_metrics.h"
 
 #include <limits>
 

@@ -1,4 +1,4 @@
-#include "smartinf/serve/metrics/listening_socket.h"
+#include "smartinf/serve/listening_socket.h"
 
 #include <array>
 #include <cerrno>
@@ -45,7 +45,7 @@ Result<std::pair<std::string, std::string>> split(const std::string& address,
   if (host.empty() || !digits || std::stoul(port) > 65535) {
     return Status(ErrorCode::kInvalidArgument,
                   fmt::format("'{}' is no address for {}: expected host:port", address, what),
-                  "For example 127.0.0.1:9464, 0.0.0.0:9464 or [::1]:9464.");
+                  "For example 127.0.0.1:7443, 0.0.0.0:7443 or [::1]:7443.");
   }
   return std::pair(host, port);
 }

@@ -1,4 +1,4 @@
-#include "smartinf/serve/metrics/server_metrics.h"
+#include "smartinf/serve/server_metrics.h"
 
 #include <cmath>
 
@@ -113,6 +113,8 @@ std::string metrics_text(const ServerMetrics& metrics) {
   }
   const Devices& devices = metrics.devices;
   using Device = DeviceMetrics;
+  per_device(text, devices, "smartinf_device_usable", "gauge",
+             "1 while its directory or block device can be read and written.", &Device::usable);
   per_device(text, devices, "smartinf_device_received_bytes_total", "counter",
              "Bytes that came from clients.", &Device::received_bytes);
   per_device(text, devices, "smartinf_device_sent_bytes_total", "counter",

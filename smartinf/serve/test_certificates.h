@@ -28,10 +28,8 @@ class TestAuthority {
   TestCertificate server(const std::string& name) const { return issued("server", name); }
   /// As the command's flags say.
   void run(const std::string& flags) const {
-    // Of this header CMake's builds know the whole path.
-    const auto root = std::filesystem::path(__FILE__).parent_path().parent_path().parent_path();
-    const std::string command = "python3 " + (root / "scripts/certificates.py").string() +
-                                " --ca " + folder_ + " " + flags + " >/dev/null";
+    const std::string command = "python3 " SMARTINF_ROOT "/scripts/certificates.py --ca " +
+                                folder_ + " " + flags + " >/dev/null";
     SI_CHECK(std::system(command.c_str()) == 0, command);
   }
 

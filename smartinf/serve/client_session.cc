@@ -17,10 +17,6 @@ using base::Result;
 using base::Status;
 using Seconds = std::chrono::duration<double>;
 
-// The server keeps what was not acknowledged, so that it is not told of every frame.
-constexpr uint64_t kAckBytes = uint64_t{4} << 20;
-constexpr uint64_t kAckFrames = 64;
-
 // Not answered, but for those without a payload: a server takes 2^16.
 constexpr size_t kCommandsMax = size_t{1} << 14;
 
@@ -60,7 +56,7 @@ void ClientSession::close() {
     std::unique_lock lock(mutex_);
     closing_ = true;
     if (lost_.ok()) {
-      keep(ByeFrame{}, {}, 0, 0);
+      keep(ByeFrame{}, {});
       changed_.notify_all();
       changed_.wait_for(lock, Seconds(options_.deadline_seconds),
                         [&] { return closed_ || !lost_.ok(); });
@@ -101,12 +97,12 @@ Status ClientSession::wait_for_room(uint64_t bytes) {
 }
 
 void ClientSession::keep(std::variant<CommandFrame, PieceFrame, AckFrame, ByeFrame> body,
-                         Payload payload, uint64_t command, uint64_t room) {
-  Up up{++numbered_, std::move(body)};
-  kept_.push_back({{encode(up), std::move(payload)}, command, room, false});
+                         Payload payload) {
+  const Up up{link_.last() + 1, std::move(body)};
+  link_.put({encode(up), std::move(payload)});
 }
 
-bool ClientSession::send(CommandBody body, std::vector<Payload> payload, uint64_t bytes,
+bool ClientSession::send(CommandBody body, std::vector<Payload> payload,
                          const std::function<void(uint64_t)>& number) {
   const std::lock_guard whole(send_mutex_);
   CommandFrame command;
@@ -120,9 +116,8 @@ bool ClientSession::send(CommandBody body, std::vector<Payload> payload, uint64_
   command.body = std::move(body);
   std::unique_lock lock(mutex_);
   if (!lost_.ok() || closing_) return false;
-  const uint64_t mine = numbered_ + 1;
-  number(mine);
-  keep(std::move(command), std::move(first), mine, bytes);
+  number(link_.last() + 1);
+  keep(std::move(command), std::move(first));
   ++unanswered_;
   changed_.notify_all();
   if (in_one) return true;
@@ -136,7 +131,7 @@ bool ClientSession::send(CommandBody body, std::vector<Payload> payload, uint64_
       const PieceFrame piece{base::checksum(bytes_here, offset)};
       lock.lock();
       if (!lost_.ok()) return true;  // whoever waits for it was told
-      keep(piece, {part.owner, bytes_here}, mine, 0);
+      keep(piece, {part.owner, bytes_here});
       changed_.notify_all();
       at += some;
       offset += some;
@@ -145,43 +140,25 @@ bool ClientSession::send(CommandBody body, std::vector<Payload> payload, uint64_
   return true;
 }
 
-void ClientSession::done(uint64_t number) {
+void ClientSession::done(uint64_t bytes) {
   const std::lock_guard lock(mutex_);
-  if (number < first_number_) return;
   --unanswered_;
-  for (auto at = static_cast<size_t>(number - first_number_);
-       at < kept_.size() && kept_[at].command == number; ++at) {
-    kept_[at].done = true;
-    kept_[at].frame.payload = {};
-    room_used_ -= std::exchange(kept_[at].room, 0);
-  }
-  // What was never sent is sent all the same: numbers have no gaps.
-  while (!kept_.empty() && kept_.front().done && first_number_ < next_) {
-    kept_.pop_front();
-    ++first_number_;
-  }
+  room_used_ -= bytes;
   changed_.notify_all();
 }
 
 void ClientSession::write_all(const std::stop_token& stop) {
   std::unique_lock lock(mutex_);
   while (!stop.stop_requested()) {
-    const auto ack_due = [&] {
-      return unacknowledged_bytes_ >= kAckBytes || received_ - acknowledged_ >= kAckFrames;
-    };
     changed_.wait(lock, stop, [&] {
-      return stream_ != nullptr && lost_.ok() && (next_ <= numbered_ || ack_due());
+      return stream_ != nullptr && lost_.ok() && (link_.has_next() || link_.ack_due());
     });
     if (stop.stop_requested()) return;
     OutFrame frame;
-    const bool ack = ack_due();
-    if (ack) {
-      acknowledged_ = received_;
-      unacknowledged_bytes_ = 0;
-      frame.head = encode(Up{0, AckFrame{acknowledged_}});
+    if (link_.ack_due()) {
+      frame.head = encode(Up{0, AckFrame{link_.ack()}});
     } else {
-      frame = kept_[static_cast<size_t>(next_ - first_number_)].frame;
-      ++next_;
+      frame = link_.next().frame;
     }
     const std::shared_ptr<Stream> stream = stream_;
     writing_ = true;
@@ -224,12 +201,21 @@ Status ClientSession::read_stream() {
     SI_RETURN_IF_ERROR(stream->read(frame));
     bytes_received_ += frame.bytes();
     SI_ASSIGN_OR_RETURN(const Down down, decode<Down>(frame));
+    std::optional<std::vector<OutFrame>> gone;  // outside of the lock
+    ReliableLink<OutFrame>::Came came{};
     {
       const std::lock_guard lock(mutex_);
-      if (down.number <= received_) continue;  // came before the break
-      if (down.number != received_ + 1) {
-        return Status(ErrorCode::kCorrupt, "a message of the server is missing");
-      }
+      gone = link_.acknowledge(down.received);
+      came = link_.take(down.number, frame.bytes());
+      if (link_.ack_due()) changed_.notify_all();
+    }
+    if (!gone) {
+      lose(Status(ErrorCode::kCorrupt, "the server says that it has what was not sent"));
+      return Status(ErrorCode::kCancelled, "the session is closed");
+    }
+    if (came == ReliableLink<OutFrame>::Came::kAgain) continue;
+    if (came == ReliableLink<OutFrame>::Came::kGap) {
+      return Status(ErrorCode::kCorrupt, "a message of the server is missing");
     }
     if (const auto* closed = std::get_if<ClosedFrame>(&down.body)) {
       {
@@ -243,12 +229,6 @@ Status ClientSession::read_stream() {
     if (Status wrong = events_.on_frame(down, frame); !wrong.ok()) {
       lose(wrong);
       return wrong;
-    }
-    const std::lock_guard lock(mutex_);
-    received_ = down.number;
-    unacknowledged_bytes_ += frame.bytes();
-    if (unacknowledged_bytes_ >= kAckBytes || received_ - acknowledged_ >= kAckFrames) {
-      changed_.notify_all();
     }
   }
 }
@@ -269,7 +249,7 @@ bool ClientSession::reconnect() {
     request.session = id_;
     {
       const std::lock_guard lock(mutex_);
-      request.received = received_;
+      request.received = link_.ack();
     }
     Attached answer;
     RemoteOptions soon = options_;
@@ -279,9 +259,11 @@ bool ClientSession::reconnect() {
     std::unique_lock lock(mutex_);
     if (!lost_.ok()) return false;
     if (again.ok()) {
-      acknowledged_ = received_;
-      unacknowledged_bytes_ = 0;
-      next_ = std::clamp(answer.received + 1, first_number_, numbered_ + 1);
+      if (!link_.resume(answer.received)) {
+        lock.unlock();
+        lose(Status(ErrorCode::kCorrupt, "the server does not have what it had"));
+        return false;
+      }
       stream_ = std::move((*again)->stream_);
       ++connections_;
       changed_.notify_all();

@@ -1,11 +1,10 @@
-// The client's half of a session: keeps what it sends until it is done, connects again after a
-// break, and hands over what comes, each frame once.
+// The client's half of a session: a link over connections of its own, which are made again after a
+// break, and a window for what is sent.
 #pragma once
 
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
-#include <deque>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -14,6 +13,7 @@
 #include <vector>
 
 #include "smartinf/serve/conversation.h"
+#include "smartinf/serve/reliable_link.h"
 
 namespace smartinf::serve::wire {
 
@@ -44,13 +44,12 @@ class ClientSession {
   /// Waits until so many bytes may be on their way besides what is; what is larger than the window
   /// goes alone. Errors: why the session was lost; kTimeout.
   base::Status wait_for_room(uint64_t bytes);
-  /// Numbers a command and sends it with its payload in pieces. `number` is called with the
-  /// command's number before anything is sent. bytes: what was waited for. False: the session was
-  /// lost.
-  bool send(CommandBody body, std::vector<Payload> payload, uint64_t bytes,
+  /// Numbers a command and sends it with its payload in pieces, for which there is room. `number`
+  /// is called with the command's number before anything is sent. False: the session was lost.
+  bool send(CommandBody body, std::vector<Payload> payload,
             const std::function<void(uint64_t number)>& number);
-  /// A command is done: its frames need not be sent again.
-  void done(uint64_t number);
+  /// A command is done: so many bytes, which were waited for, may be others'.
+  void done(uint64_t bytes);
 
   const SessionId& id() const { return id_; }
   uint64_t bytes_sent() const { return bytes_sent_; }
@@ -58,15 +57,8 @@ class ClientSession {
   uint32_t connections() const { return connections_; }
 
  private:
-  struct Kept {
-    OutFrame frame;
-    uint64_t command = 0;
-    uint64_t room = 0;  // given back when it is done
-    bool done = false;
-  };
   ClientSession(Endpoint endpoint, RemoteOptions options, SessionId id);
-  void keep(std::variant<CommandFrame, PieceFrame, AckFrame, ByeFrame> body, Payload payload,
-            uint64_t command, uint64_t room);
+  void keep(std::variant<CommandFrame, PieceFrame, AckFrame, ByeFrame> body, Payload payload);
   void read_all();
   base::Status read_stream();
   void detach();
@@ -84,15 +76,9 @@ class ClientSession {
   std::condition_variable_any changed_;
   std::shared_ptr<Stream> stream_;  // null: broken
   bool writing_ = false;
-  std::deque<Kept> kept_;      // bound: the window, and the caller's commands
-  uint64_t first_number_ = 1;  // of kept_
-  uint64_t next_ = 1;          // to be sent
-  uint64_t numbered_ = 0;      // the last one
+  ReliableLink<OutFrame> link_;  // bound: the window, and the caller's commands
   uint64_t room_used_ = 0;
-  size_t unanswered_ = 0;      // commands
-  uint64_t received_ = 0;      // the last Down frame
-  uint64_t acknowledged_ = 0;  // of them
-  uint64_t unacknowledged_bytes_ = 0;
+  size_t unanswered_ = 0;  // commands
   base::Status lost_;
   bool closing_ = false;
   bool closed_ = false;  // the server says so

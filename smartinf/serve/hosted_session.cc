@@ -232,7 +232,7 @@ Status HostedSession::serve(Stream& stream, uint64_t client_received, bool fresh
     const std::lock_guard lock(mutex_);
     if (fresh && device_ != nullptr) answer = greeting();
     answer.session = id_;
-    answer.received = received_;
+    answer.received = link_.received();
   }
   Status why;
   if (!stream.write({encode(answer), {}})) {
@@ -274,20 +274,12 @@ Status HostedSession::take_over(uint64_t client_received) {
   taking_over_ = true;
   if (stream_ != nullptr) stream_->cancel();
   changed_.wait_for(lock, kTakeOverWait, [&] { return stream_ == nullptr || ending_; });
-  const bool known = client_received + 1 >= first_number_ && client_received < next_;
-  if (ending_ || stream_ != nullptr || !known) {
-    taking_over_ = false;
-    if (stream_ != nullptr && !ending_) {
-      return Status(ErrorCode::kUnavailable, "the session's last connection is still in use");
-    }
-    return Status(ErrorCode::kNotFound, "the session is at its end");
+  if (!ending_ && stream_ == nullptr && link_.resume(client_received)) return Status();
+  taking_over_ = false;
+  if (stream_ != nullptr && !ending_) {
+    return Status(ErrorCode::kUnavailable, "the session's last connection is still in use");
   }
-  while (first_number_ <= client_received) {
-    entries_.pop_front();
-    ++first_number_;
-  }
-  next_ = first_number_;
-  return Status();
+  return Status(ErrorCode::kNotFound, "the session is at its end");
 }
 
 void HostedSession::detach(Stream& stream) {
@@ -305,24 +297,22 @@ void HostedSession::detach(Stream& stream) {
 Status HostedSession::receive(const InFrame& frame) {
   SI_ASSIGN_OR_RETURN(Up up, decode<Up>(frame));
   if (const auto* ack = std::get_if<AckFrame>(&up.body)) {
-    std::vector<Payload> freed;  // outside the lock
+    std::optional<std::vector<Entry>> gone;  // outside the lock
     const std::lock_guard lock(mutex_);
-    if (ack->received >= next_) return damaged("an acknowledgement of what was not sent");
-    while (first_number_ <= ack->received && !entries_.empty()) {
-      freed.push_back(std::move(entries_.front().payload));
-      entries_.pop_front();
-      ++first_number_;
-    }
-    return Status();
+    gone = link_.acknowledge(ack->received);
+    return gone ? Status() : damaged("an acknowledgement of what was not sent");
   }
   {
     const std::lock_guard lock(mutex_);
-    if (ending_ || up.number <= received_) return Status();  // came before the break
-    if (up.number != received_ + 1) return damaged("a message of the client is missing");
-    if (entries_.size() + running_.size() > kEntriesMax) {
+    if (ending_) return Status();
+    const auto came = link_.take(up.number, frame.bytes());
+    if (came == ReliableLink<Entry>::Came::kAgain) return Status();
+    if (came == ReliableLink<Entry>::Came::kGap) {
+      return damaged("a message of the client is missing");
+    }
+    if (link_.kept() + running_.size() > kEntriesMax) {
       return Status(ErrorCode::kUnavailable, "the client does not read what it is answered");
     }
-    received_ = up.number;
   }
   if (std::holds_alternative<ByeFrame>(up.body)) {
     assembling_.reset();

@@ -9,7 +9,6 @@
 
 #include <chrono>
 #include <condition_variable>
-#include <deque>
 #include <list>
 #include <memory>
 #include <mutex>
@@ -22,6 +21,7 @@
 #include "smartinf/serve/command_gate.h"
 #include "smartinf/serve/hosted_device.h"
 #include "smartinf/serve/protocol_fields.h"
+#include "smartinf/serve/reliable_link.h"
 #include "smartinf/serve/stream.h"
 
 namespace smartinf::serve::wire {
@@ -123,7 +123,6 @@ class HostedSession {
   Standing standing() const;
   void push(Entry entry);
   void push_done(DoneFrame done);
-  uint64_t last_number() const { return first_number_ + entries_.size() - 1; }
 
   HostedDevice& hosted_;
   const Peer client_;
@@ -154,11 +153,8 @@ class HostedSession {
   bool writing_ = false;
   bool taking_over_ = false;
   std::chrono::steady_clock::time_point detached_at_ = std::chrono::steady_clock::now();
-  uint64_t received_ = 0;
-  std::deque<Entry> entries_;  // not acknowledged
-  uint64_t first_number_ = 1;  // of entries_
-  uint64_t next_ = 1;          // to be sent
-  Vitals vitals_;              // as last seen
+  ReliableLink<Entry> link_;
+  Vitals vitals_;  // as last seen
   Standing standing_;
   base::StepNumber step_ = 0;
   bool ending_ = false;

@@ -29,7 +29,7 @@ void HostedSession::run() {
     bool can_send = false;
     {
       const std::lock_guard lock(mutex_);
-      can_send = stream_ != nullptr && next_ <= last_number();
+      can_send = stream_ != nullptr && link_.has_next();
     }
     csd::Completion completion;
     const auto wait = can_send ? std::chrono::milliseconds(0) : kLook;
@@ -77,7 +77,7 @@ bool HostedSession::goes_on() {
 }
 
 void HostedSession::push(Entry entry) {
-  entries_.push_back(std::move(entry));
+  link_.put(std::move(entry));
   completions_.push({});
 }
 
@@ -205,11 +205,11 @@ void HostedSession::give_results(const std::shared_ptr<Running>& running,
 
 bool HostedSession::send_one() {
   std::unique_lock lock(mutex_);
-  if (stream_ == nullptr || next_ > last_number()) return false;
+  if (stream_ == nullptr || !link_.has_next()) return false;
   Stream* stream = stream_;
-  const Entry entry = entries_[static_cast<size_t>(next_ - first_number_)];
-  const Down down{next_, entry.body};
-  ++next_;
+  const auto next = link_.next();
+  const Entry entry = next.frame;
+  const Down down{next.number, link_.received(), entry.body};
   writing_ = true;
   lock.unlock();
   const OutFrame frame{encode(down), entry.payload};
@@ -294,8 +294,7 @@ void HostedSession::close_device() {
   }
   const std::lock_guard lock(mutex_);
   // What a client that has been told does not acknowledge is not kept for it.
-  entries_.clear();
-  first_number_ = next_;
+  link_.give_up();
   ended_ = true;
   changed_.notify_all();
 }

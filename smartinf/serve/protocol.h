@@ -6,9 +6,9 @@
 //   kSnapshot  OpenSnapshot and SnapshotOpened, then a SnapshotAsk and its SnapshotAnswer each
 //   kNewState  CreateState and StateAnswer, then a StateAsk and its StateAnswer each
 //
-// A session outlives its streams. Down frames are numbered and kept by the server until the client
-// says that they came; Up frames are numbered and kept by the client until their command is done.
-// After a break both sides say what came last, and send what came after it again.
+// A session outlives its streams. Both sides number their frames and keep them until the other one
+// says that they came (ReliableLink): in Attach and Attached, and then the server in every Down
+// frame, the client in Acks.
 #pragma once
 
 #include <array>
@@ -28,7 +28,7 @@
 namespace smartinf::serve::wire {
 
 /// Changes with every change of what is below. Hello and Welcome stay as they are for ever.
-inline constexpr uint32_t kProtocolVersion = 3;
+inline constexpr uint32_t kProtocolVersion = 4;
 inline constexpr uint64_t kProtocolMagic = 0x31454d4552464e49;  // "INFREME1"
 
 enum class Purpose : uint8_t { kAsk, kSession, kSnapshot, kNewState };
@@ -178,6 +178,7 @@ struct ClosedFrame {
 };
 struct Down {
   uint64_t number = 0;
+  uint64_t received = 0;  // the Up frames up to this one came
   std::variant<DataFrame, ReadyFrame, DoneFrame, VitalsFrame, ClosedFrame> body;
 };
 

@@ -54,7 +54,7 @@ template <typename Wire> void describe(Wire& wire, ReadyFrame& m) { auto& [comma
 template <typename Wire> void describe(Wire& wire, DoneFrame& m) { auto& [command, outcome, vitals, standing] = m; wire(command, outcome, vitals, standing); }
 template <typename Wire> void describe(Wire& wire, VitalsFrame& m) { auto& [vitals] = m; wire(vitals); }
 template <typename Wire> void describe(Wire& wire, ClosedFrame& m) { auto& [outcome] = m; wire(outcome); }
-template <typename Wire> void describe(Wire& wire, Down& m) { auto& [number, body] = m; wire(number, body); }
+template <typename Wire> void describe(Wire& wire, Down& m) { auto& [number, received, body] = m; wire(number, received, body); }
 
 template <typename Wire> void describe(Wire& wire, OpenSnapshot& m) { auto& [lock, session] = m; wire(base::choice(lock, storage::ReaderLock::kLeave), session); }
 template <typename Wire> void describe(Wire& wire, SnapshotOpened& m) { auto& [outcome, state, layout, drive] = m; wire(outcome, state, layout, drive); }

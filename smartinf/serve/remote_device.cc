@@ -123,7 +123,8 @@ class RemoteDevice final : public csd::Device {
   struct Pending {
     std::shared_ptr<PendingCommand> whole;
     Places places;
-    Status damaged;  // of what came
+    uint64_t room = 0;    // of the session's window
+    Status damaged = {};  // of what came
   };
   /// The memory of a message (csd/messages/step.h).
   struct MemoryList {
@@ -164,9 +165,9 @@ class RemoteDevice final : public csd::Device {
       return false;
     }
     const bool sent =
-        session_->send(std::move(body), std::move(memory.payload), bytes, [&](uint64_t number) {
+        session_->send(std::move(body), std::move(memory.payload), [&](uint64_t number) {
           const std::lock_guard lock(mutex_);
-          pending_.emplace(number, Pending{whole, std::move(memory.places), {}});
+          pending_.emplace(number, Pending{whole, std::move(memory.places), bytes});
         });
     Status lost;
     {
@@ -325,6 +326,7 @@ class RemoteDevice final : public csd::Device {
   Status on_done(const DoneFrame& done) {
     Status status = done.outcome;
     std::shared_ptr<PendingCommand> whole;
+    uint64_t room = 0;
     {
       const std::lock_guard lock(mutex_);
       vitals_ = done.vitals;
@@ -337,9 +339,10 @@ class RemoteDevice final : public csd::Device {
       const bool update = pending->second.whole->command->as<csd::Update>() != nullptr;
       if (status.ok() && !all && !update) return wrong("an answer before its results");
       whole = pending->second.whole;
+      room = pending->second.room;
       pending_.erase(pending);
     }
-    session_->done(done.command);
+    session_->done(room);
     finish(whole, std::move(status));
     return Status();
   }

@@ -36,6 +36,7 @@ function(smartinf_room)
     # Matchers take twice as long to compile with -O3; what is tested is compiled as for users.
     target_compile_options(${ROOM_NAME}_tests PRIVATE $<$<CONFIG:Release>:-O1>)
     smartinf_precompile_test_headers(${ROOM_NAME}_tests)
+    smartinf_unity(${ROOM_NAME}_tests)
     include(GoogleTest)
     # One ctest entry per room and capability, not per case: a case is selected with --gtest_filter.
     set(test_name ${ROOM_NAME})

@@ -12,7 +12,7 @@ import sys
 import unittest
 
 from small_models import COMMON, CONFIGS, WIDE_HEADS, FineTuneCase, make, make_tokenizer, read
-from train_runs import SMARTINF
+from train_runs import ALL, SMARTINF
 
 import safetensors.torch
 import torch
@@ -26,6 +26,7 @@ class FineTune(FineTuneCase):
         for name, tensor in there.items():
             self.assertTrue(torch.equal(here[name], tensor), name)
 
+    @unittest.skipUnless(ALL, "scripts/nightly.sh runs it")
     def test_streamed_and_resident_have_the_same_bits(self):
         few = dict(num_hidden_layers=10, hidden_size=256, intermediate_size=512, vocab_size=256)
         # What is read from files needs larger slots.

@@ -4,7 +4,7 @@ import platform
 import subprocess
 import unittest
 
-from train_runs import TrainCase
+from train_runs import ALL, TrainCase
 
 # Drives that need longer for an update than the next forward computes.
 SLOW = [word for i in range(3)
@@ -25,6 +25,8 @@ class SameBits(TrainCase):
             "waiting": (["--optimizer.overlap", "none"], {}),
         }
         for run, (flags, env) in variants.items():
+            if run in ("two", "small", "threads") and not ALL:
+                continue
             with self.subTest(run):
                 self.train(recipe, run, *flags, env=env)
                 self.assertEqual(len(self.losses(run)), 50)

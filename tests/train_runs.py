@@ -12,6 +12,8 @@ import sys
 import tempfile
 import unittest
 
+# At night also what repeats or combines what is tested for each change (CONTRIBUTING.md).
+ALL = "SMARTINF_TEST_ALL" in os.environ
 SMARTINF = str(pathlib.Path(sys.argv.pop(1)).resolve()) if len(sys.argv) > 1 else "smartinf"
 
 # Over 200 steps the engine and torch round differently in a few operations of each update

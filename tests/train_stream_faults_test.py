@@ -9,7 +9,7 @@ import sys
 import tempfile
 import unittest
 
-from train_runs import STREAMED, StreamCase
+from train_runs import ALL, STREAMED, StreamCase
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent / "reliability"))
 import shim  # noqa: E402
@@ -21,6 +21,8 @@ FAULTS = (("smartinf.spool", "pwritev2", "EIO"), ("smartinf.spool", "pwritev2", 
           ("smartinf.spool", "preadv2", "EIO"), ("smartinf.spool", "preadv2", "flipped"),
           ("smartinf.state", "preadv2", "EIO"), ("smartinf.state", "preadv2", "EIO"),
           ("smartinf.state", "pwritev2", "ENOSPC"))
+if not ALL:
+    FAULTS = FAULTS[::3]
 
 # Control groups of version 2 and 1: where root may make one, and its limit.
 GROUPS = (("/sys/fs/cgroup", "memory.max"), ("/sys/fs/cgroup/memory", "memory.limit_in_bytes"))

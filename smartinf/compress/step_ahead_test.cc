@@ -14,7 +14,7 @@ namespace {
 
 using base::kBlockElements;
 
-plan::ParameterSpace test_space() {
+plan::ParameterSpace step_space() {
   plan::ParameterSpace space;
   EXPECT_TRUE(space.add("first", {500, 401}, 0).ok());  // reaches into the fourth block
   EXPECT_TRUE(space.add("norm", {300}, 1).ok());
@@ -45,7 +45,7 @@ struct Model {
 };
 
 TEST(StepAheadWeights, StepByTheRootsOfVariancesThatAreProducts) {
-  const plan::ParameterSpace space = test_space();
+  const plan::ParameterSpace space = step_space();
   const Model model(space);
   StepAheadWeights ahead(matrix_layouts(space), space, space.subgroups(kBlockElements));
   ahead.take(0, model.variances);
@@ -61,7 +61,7 @@ TEST(StepAheadWeights, StepByTheRootsOfVariancesThatAreProducts) {
 
 /// Weights step when the last subgroup of each matrix they lie in has come, in whatever order.
 TEST(StepAheadWeights, WaitForAllSamplesOfAMatrix) {
-  const plan::ParameterSpace space = test_space();
+  const plan::ParameterSpace space = step_space();
   const Model model(space);
   const auto subgroups = space.subgroups(kBlockElements);
   ASSERT_EQ(subgroups.size(), 5u);

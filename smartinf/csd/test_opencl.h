@@ -3,7 +3,7 @@
 
 #include <string>
 
-#include "smartinf/base/test_sanitizers.h"
+#include "smartinf/base/test_all.h"
 #include "smartinf/csd/opencl_processor.h"
 
 namespace smartinf::csd {

@@ -19,7 +19,7 @@ namespace smartinf::engine {
 namespace {
 
 /// Keeps the messages that reach it, until one of `bad` comes.
-class Recorder final : public csd::Device {
+class PartRecorder final : public csd::Device {
  public:
   const csd::DeviceInfo& info() const override { return info_; }
   const storage::StoreLayout& layout() const override { return layout_; }
@@ -63,7 +63,7 @@ TEST(Compression, ThreadsChangeNothing) {
     std::optional<compress::CompressionSummary> first_summary;
     std::map<uint32_t, std::vector<std::byte>> first_messages;
     for (const uint32_t threads : {1u, 2u, 7u}) {
-      Recorder recorder;
+      PartRecorder recorder;
       compress::CompressOptions options;
       options.values = values;
       options.density = 0.08;

@@ -15,14 +15,14 @@ namespace smartinf::engine {
 namespace {
 
 constexpr uint64_t kBlocks = 48;
-constexpr uint64_t kCount = kBlocks * base::kBlockElements;
+constexpr uint64_t kElements = kBlocks * base::kBlockElements;
 constexpr uint64_t kRate = 80'000'000;  // of the faster drive, read and written at once
 
 class UnequalDevices : public ::testing::Test {
  protected:
   void SetUp() override {
-    ASSERT_TRUE(space_.add("all", {kCount}, 0).ok());
-    weights_.resize(kCount);
+    ASSERT_TRUE(space_.add("all", {kElements}, 0).ok());
+    weights_.resize(kElements);
     options_.subgroup_elements = base::kBlockElements;
     options_.io_bytes = 128 * base::kKiB;
     options_.io_depth = 8;
@@ -40,7 +40,7 @@ class UnequalDevices : public ::testing::Test {
 
   double step_seconds() {
     EXPECT_TRUE(updater_->begin_step().ok());
-    EXPECT_TRUE(updater_->put_gradient(0, weights_.data(), base::DataType::kBf16, kCount).ok());
+    EXPECT_TRUE(updater_->put_gradient(0, weights_.data(), base::DataType::kBf16, kElements).ok());
     EXPECT_TRUE(updater_->finish_gradients(1).ok());
     UpdateOptions update;
     update.groups.resize(1);
@@ -69,8 +69,8 @@ TEST_F(UnequalDevices, AStepTakesTheTimeThatTheProportionPredicts) {
   ASSERT_TRUE(updater_->initialize(no_weights, "").ok());
   const base::TrafficReading before = updater_->traffic().store_by_device[0];
   // 12 bytes each way a parameter, over one and a half drives.
-  const double predicted = 12.0 * kCount / (1.5 * kRate);
-  const double equal_shares = 12.0 * kCount / 2 / (0.5 * kRate);
+  const double predicted = 12.0 * kElements / (1.5 * kRate);
+  const double equal_shares = 12.0 * kElements / 2 / (0.5 * kRate);
   double best = std::numeric_limits<double>::infinity();
   int steps = 0;
   for (; steps < 5 && best > 1.06 * predicted; ++steps) best = std::min(best, step_seconds());

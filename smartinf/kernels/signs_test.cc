@@ -19,7 +19,7 @@ namespace smartinf::kernels {
 namespace {
 
 /// Of a normal distribution, on multiples of 1 / steps where many shall be equal.
-std::vector<base::Bf16> values_of(size_t n, uint32_t seed, float steps = 0) {
+std::vector<base::Bf16> gradients_of(size_t n, uint32_t seed, float steps = 0) {
   std::mt19937 random(seed);
   std::normal_distribution<float> usual(0, 1);
   std::vector<base::Bf16> values(n);
@@ -139,8 +139,8 @@ TEST(Signs, AtOnceGivesTheBitsOfTheStages) {
   for (const size_t n : {2ul, 63ul, 64ul, 65ul, 255ul, 256ul, 257ul, 5 * 256ul + 77, 20000ul}) {
     for (const size_t shift : {0ul, 3ul}) {
       for (const float steps : {0.0f, 16.0f, 4.0f}) {  // with many and very many equal ones
-        const auto gradient = values_of(n + shift, 1, steps);
-        const auto residual = values_of(n + shift, 2, steps);
+        const auto gradient = gradients_of(n + shift, 1, steps);
+        const auto residual = gradients_of(n + shift, 2, steps);
         const FeedbackBlock block{.gradient = std::span(gradient).subspan(shift),
                                   .residual = std::span(residual).subspan(shift),
                                   .scale = steps > 0 ? 0.5f : 0.37f,
@@ -159,8 +159,8 @@ TEST(Signs, AtOnceGivesTheBitsOfTheStages) {
 
 TEST(Signs, AFullBlockGivesTheBitsOfTheStages) {
   constexpr size_t kBlock = 65536;
-  const auto gradient = values_of(2 * kBlock, 1);
-  const auto residual = values_of(2 * kBlock, 2);
+  const auto gradient = gradients_of(2 * kBlock, 1);
+  const auto residual = gradients_of(2 * kBlock, 2);
   const FeedbackBlock block{.gradient = std::span(gradient).first(kBlock),
                             .residual = std::span(residual).first(kBlock),
                             .step = 7,
@@ -175,8 +175,8 @@ TEST(Signs, AFullBlockGivesTheBitsOfTheStages) {
 }
 
 TEST(Signs, GivesUpWhereItIsNotPossible) {
-  auto gradient = values_of(4096, 1);
-  const auto residual = values_of(4096, 2);
+  auto gradient = gradients_of(4096, 1);
+  const auto residual = gradients_of(4096, 2);
   const FeedbackBlock block{.gradient = gradient, .residual = residual, .step = 1, .seed = 2};
   for (const KernelTable* table : supported_tables()) {
     for (const bool in_place : {false, true}) {

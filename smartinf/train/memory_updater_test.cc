@@ -22,7 +22,6 @@
 namespace smartinf::train {
 namespace {
 
-using engine::Outcome;
 using torch::Tensor;
 
 std::span<const float> values_of(const Tensor& tensor) {
@@ -30,7 +29,7 @@ std::span<const float> values_of(const Tensor& tensor) {
 }
 
 /// engine::run_steps() by a loop over torch's optimizer, each parameter a tensor of its own.
-Outcome torch_run() {
+engine::Outcome torch_run() {
   const plan::ParameterSpace space = engine::contract_space();
   const kernels::RuleOptions rule;
   std::vector<Tensor> parameters;
@@ -52,7 +51,7 @@ Outcome torch_run() {
   }
   torch::optim::AdamW optimizer(std::move(groups), of_all);
 
-  Outcome outcome;
+  engine::Outcome outcome;
   for (int step = 1; step <= engine::kSteps; ++step) {
     auto gradient = engine::contract_gradient(space.count(), step);
     double sum_of_squares = 0;
@@ -87,8 +86,8 @@ Outcome torch_run() {
   return outcome;
 }
 
-const Outcome& torch_reference() {
-  static const Outcome outcome = torch_run();
+const engine::Outcome& torch_reference() {
+  static const engine::Outcome outcome = torch_run();
   return outcome;
 }
 
@@ -116,7 +115,7 @@ engine::UpdaterKind memory_kind() {
 
 TEST(MemoryUpdater, GoesOnFromWhatWasWrittenLast) {
   MemoryPlace place;
-  Outcome outcome;
+  engine::Outcome outcome;
   {
     auto updater = place.open();
     ASSERT_TRUE(updater.ok()) << updater.status().to_string();

@@ -2,13 +2,17 @@
 // come from the devices beside the same run that keeps everything.
 #include <algorithm>
 #include <cstdint>
+#include <iterator>
 #include <ostream>
 #include <string>
+#include <string_view>
+#include <vector>
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include "smartinf/base/aligned_buffer.h"
+#include "smartinf/base/test_all.h"
 #include "smartinf/base/units.h"
 #include "smartinf/train/memory_plan.h"
 #include "smartinf/train/offload_choice.h"
@@ -21,7 +25,7 @@ using base::TrafficKind;
 using ::testing::HasSubstr;
 using ::testing::Not;
 
-constexpr uint64_t kSteps = 20;
+constexpr uint64_t kSteps = 12;
 constexpr uint32_t kLayers = 6;
 
 struct Setting {
@@ -244,7 +248,14 @@ TEST_P(StreamedBits, AreThoseOfARunThatKeepsEverything) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Settings, StreamedBits, testing::ValuesIn(kSettings),
+INSTANTIATE_TEST_SUITE_P(Settings, StreamedBits, testing::ValuesIn([] {
+                           std::vector<Setting> all(std::begin(kSettings), std::end(kSettings));
+                           constexpr std::string_view kAtNight[] = {"all_from_one_device", "inputs_spooled",
+                                                                    "q8_state_untied",
+                                                                    "some_from_three_devices"};
+                           base::leave_for_the_night(all, kAtNight);
+                           return all;
+                         }()),
                          [](const auto& setting) { return std::string(setting.param.name); });
 
 }  // namespace

@@ -32,6 +32,7 @@ def test_release_gradients(tmp_path):
     assert "gradient norm" in example("release_gradients.py", tmp_path / "device")
 
 
+@pytest.mark.nightly
 def test_trainer(tmp_path):
     pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
@@ -109,6 +110,7 @@ def test_finetune(tmp_path, model):
     assert tuned.generate(ids.input_ids, max_new_tokens=4, do_sample=False).shape[1] > ids.input_ids.shape[1]
 
 
+@pytest.mark.nightly
 def test_streamed_trainer(tmp_path, model):
     transformers = pytest.importorskip("transformers")
     text = EXAMPLES / "finetune.py"
@@ -127,6 +129,7 @@ def test_streamed_accelerate(tmp_path, model):
     assert (tmp_path / "out" / "state" / "smartinf").is_dir()
 
 
+@pytest.mark.nightly
 def test_streamed_trl(tmp_path, model):
     pytest.importorskip("trl")
     pytest.importorskip("peft")

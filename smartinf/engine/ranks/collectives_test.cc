@@ -65,7 +65,9 @@ TEST(Collectives, MessagesOfAPairComeInTheirOrderBesideOtherCalls) {
     std::array<std::string, 2> came{"     ", "     "};
     std::vector<std::unique_ptr<Collectives::Pending>> pending;
     // Rank 1 asks for them before the collective call, rank 0 sends them behind it.
-    if (ranks.rank() == 0) ASSERT_TRUE(ranks.barrier(Channel::kGradients).ok());
+    if (ranks.rank() == 0) {
+      ASSERT_TRUE(ranks.barrier(Channel::kGradients).ok());
+    }
     for (size_t i = 0; i < 2; ++i) {
       auto started =
           ranks.rank() == 0
@@ -74,9 +76,13 @@ TEST(Collectives, MessagesOfAPairComeInTheirOrderBesideOtherCalls) {
       ASSERT_TRUE(started.ok());
       pending.push_back(std::move(*started));
     }
-    if (ranks.rank() == 1) ASSERT_TRUE(ranks.barrier(Channel::kGradients).ok());
+    if (ranks.rank() == 1) {
+      ASSERT_TRUE(ranks.barrier(Channel::kGradients).ok());
+    }
     for (const auto& one : pending) EXPECT_TRUE(one->wait().ok());
-    if (ranks.rank() == 1) EXPECT_EQ(came, texts);
+    if (ranks.rank() == 1) {
+      EXPECT_EQ(came, texts);
+    }
   });
 }
 

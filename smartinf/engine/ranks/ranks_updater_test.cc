@@ -14,7 +14,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include "smartinf/base/test_sanitizers.h"
+#include "smartinf/base/test_all.h"
 #include "smartinf/engine/checkpoint.h"
 #include "smartinf/engine/ranks/test_crew.h"
 #include "smartinf/plan/micro_batches.h"
@@ -359,7 +359,7 @@ TEST_F(FailingRanks, LoseNoStepAndNameTheRankWhereverItFails) {
     for (const Status& status : run(again)) expect_ok(status);
     EXPECT_TRUE(state_alone() == expected);
   };
-  for (uint64_t call = 0; call < calls; call += base::kSanitized ? 5 : 1) {
+  for (uint64_t call = 0; call < calls; call += base::test_all() && !base::kSanitized ? 1 : 3) {
     fail_at(call, Board::Fault::kDeaf);
     if (call % 4 == 0) fail_at(call, Board::Fault::kDies);
     if (call % 4 == 2) fail_at(call, Board::Fault::kHangs);

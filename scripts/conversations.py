@@ -418,7 +418,8 @@ class Documents:
             if value is None:
                 continue
             if value not in (0, 1):
-                raise BadInput(f'{where} has "{key}": {str(value)[:40]}; a message counts or does not (0 or 1)')
+                found = json.dumps(value, ensure_ascii=False)[:40]
+                raise BadInput(f'{where} has "{key}": {found}; a message counts or does not (0 or 1)')
             said[key] = bool(value) == (key in COUNTS)
         if len(set(said.values())) > 1:
             raise BadInput(f"{where} says both that it counts and that it does not: {', '.join(said)}")

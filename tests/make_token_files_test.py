@@ -293,7 +293,7 @@ class MakeTokenFiles(TrainCase):
             self.make(self.lines)
             self.assertEqual([counted for _, counted in self.documents()],
                              ["GOOD<|im_end|>"] * len(obeyed) + ["BAD<|im_end|>GOOD<|im_end|>"] * 3)
-        for refused, key in ((entry(weight=0.5), "weight"), (entry(train_detail=[]), "train_detail"),
+        for refused, key in ((entry(weight=0.5), "weight"), (entry(weight="0"), '"weight": "0"; '), (entry(train_detail=[]), "train_detail"),
                              (entry(role=0, train=True), "train"), (entry(weight=0, train=True), "train"),
                              (entry(function_call={"name": "f"}), "function_call"), (entry(loss="no"), "loss"),
                              ({**entry(), "enable_thinking": False}, "enable_thinking"), ({**entry(), "weight": 2}, "weight"),

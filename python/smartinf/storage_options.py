@@ -1,6 +1,8 @@
 """The keywords that every optimizer of the package takes, with their types and defaults; see StorageOptimizer."""
 
 import difflib
+import math
+import numbers
 import os
 import re
 from collections.abc import Sequence
@@ -25,8 +27,8 @@ class Device(_Place, total=False):
 
     name: str
     threads: int
-    bandwidth: float
-    capacity_bytes: int
+    bandwidth: Size
+    capacity_bytes: Size
 
 
 Devices: TypeAlias = Path | Device | Sequence[Path | Device]
@@ -88,9 +90,23 @@ def device_list(devices) -> list[Device]:
     """`devices`, each as a dict with an absolute path."""
     if devices is None or isinstance(devices, (str, os.PathLike, dict)):
         devices = [] if devices is None else [devices]
-    made = [dict(device) if isinstance(device, dict) else {"path": device} for device in devices]
-    made = [device | {"path": os.fspath(device["path"])} for device in made]
-    return [device if is_remote(device) else device | {"path": absolute(device["path"])} for device in made]
+    return [_device(device if isinstance(device, dict) else {"path": device}) for device in devices]
+
+
+def _device(given) -> Device:
+    if "path" not in given:
+        raise UsageError(f'a device has no path: {given}. Give {{"path": "/nvme0/run", ...}}')
+    made = given | {"path": os.fspath(given["path"])}
+    if not is_remote(made):
+        made["path"] = absolute(made["path"])
+    for name, kind in (("threads", int), ("bandwidth", float), ("capacity_bytes", int)):
+        if isinstance(value := given.get(name, 0), str) and name != "threads":
+            value = parse_bytes(value, f"{name} of device {given['path']}")
+        if not isinstance(value, numbers.Real) or not math.isfinite(value) or kind(value) != value:
+            raise UsageError(f"{name}={value!r} of device {given['path']} is no {'whole ' if kind is int else ''}number")
+        if name in given:
+            made[name] = kind(value)
+    return made
 
 
 class StorageOptions(TypedDict, total=False):

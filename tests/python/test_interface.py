@@ -85,6 +85,23 @@ def test_the_core_refuses_what_it_does_not_know(device):
     updater.close()
 
 
+def test_a_device_is_refused_by_what_is_wrong_with_it(device):
+    def make(**options):
+        return smartinf.AdamW([("w", torch.nn.Parameter(torch.zeros(8)))], devices=[options])
+
+    for options, says in (
+        ({"threads": 2}, "no path.*threads"),
+        ({"path": device, "bandwidth": "fast"}, 'bandwidth of device .* is not a size.*"2GB"'),
+        ({"path": device, "bandwidth": [1]}, "bandwidth=\\[1\\] of device .* is no number"),
+        ({"path": device, "bandwidth": float("nan")}, "bandwidth=nan of device .* is no number"),
+        ({"path": device, "capacity_bytes": 0.5}, "capacity_bytes=0.5 of device .* is no whole number"),
+        ({"path": device, "threads": "2"}, "threads='2' of device .* is no whole number"),
+    ):
+        with pytest.raises(smartinf.UsageError, match=says):
+            make(**options)
+    make(path=device, bandwidth="1GB", capacity_bytes="64MiB", threads=1).close()
+
+
 def test_stubs_name_what_the_core_has():
     package = pathlib.Path(_core.__file__).parent
     assert (package / "py.typed").exists()

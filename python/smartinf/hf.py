@@ -330,14 +330,22 @@ class StreamedTrainer:
     """A mixin for Trainer and its descendants, before them: class MyTrainer(StreamedTrainer, Trainer). The micro-batches
     of gradient_accumulation_steps pass through a streamed model together, block by block
     (smartinf.layer_major.run_together), so that weights are brought to memory twice a step, and not twice a batch. The
-    losses and gradients have the same bits. Trainer's log has the loss as ever."""
+    losses and gradients have the same bits. Trainer's log has the loss as ever. Trainers that make the inputs of a batch
+    when its turn comes, as TRL's GRPOTrainer does with completions, go on batch by batch, with a warning."""
 
     def train(self, *args, **kwargs):
         self._waiting_inputs = []  # a call that was interrupted may have left some
+        self._one_by_one = type(self)._prepare_inputs is not transformers.Trainer._prepare_inputs
+        if self._one_by_one and self.args.gradient_accumulation_steps > 1:
+            _log.warning(
+                "%s makes the inputs of a batch when its turn comes, so the batches of a step do not pass through the model "
+                "together: weights are read twice for each of them",
+                type(self).__name__,
+            )
         return super().train(*args, **kwargs)
 
     def training_step(self, model, inputs, num_items_in_batch=None):
-        if self.current_gradient_accumulation_steps == 1:
+        if self.current_gradient_accumulation_steps == 1 or self._one_by_one:
             return super().training_step(model, inputs, num_items_in_batch)
         waiting = self._waiting_inputs
         waiting.append(inputs)

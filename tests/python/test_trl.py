@@ -116,3 +116,21 @@ def test_overlap_waits_for_the_head(folders, tmp_path):
     assert len(runs[0]) == 2
     for run in runs[1:]:
         assert run == pytest.approx(runs[0], rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.parametrize("name", ["SFT", "GRPO", "RLOO"])
+def test_a_streamed_model_under_streamed_trainer(name, folders, tmp_path, monkeypatch):
+    """Completions of a batch are made when its turn comes, by trainers that count their batches."""
+
+    def run(streamed):
+        made = trainer(name, folders, tmp_path / "out", False, 2)
+        if streamed:
+            smartinf.stream(made.model, [str(tmp_path / "device")], memory_budget="128MiB", keep=0)
+            smartinf.hf.attach(made)
+        made.train()
+        return [entry[key] for entry in made.state.log_history if "loss" in entry for key in ("loss", "grad_norm")]
+
+    expected = run(False)
+    plain = getattr(trl, f"{name}Trainer")
+    monkeypatch.setattr(trl, f"{name}Trainer", type(plain.__name__, (smartinf.hf.StreamedTrainer, plain), {}))
+    assert run(True) == pytest.approx(expected, rel=1e-4, abs=1e-5)

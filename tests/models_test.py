@@ -100,6 +100,18 @@ class Models(FineTuneCase):
         there, here = read(folder), read(self.export("run", "out"))
         for tensor, value in there.items():
             self.assertTrue(torch.equal(here[tensor], value) and here[tensor].dtype == value.dtype, tensor)
+        folder.rename(self.folder / "elsewhere")  # the run has config.json, which does not say it
+        refused = subprocess.run([SMARTINF, "export", self.folder / "run", "--out", self.folder / "again"],
+                                 capture_output=True, text=True, check=False)
+        self.assertEqual(refused.returncode, 1)
+        self.assertRegex(refused.stderr, r"config.json names no type.*cannot be read.*llama.*--type bf16, f16 or f32")
+        self.assertFalse((self.folder / "again").exists())
+        self.assertEqual({value.dtype for value in read(self.export("run", "f16", "--type", "f16")).values()}, {torch.float16})
+
+    def test_a_folder_without_a_model_says_what_to_name(self):
+        (self.folder / "hub" / "snapshots").mkdir(parents=True)
+        for name, says in (("hub", "name a folder in snapshots/"), ("me/llama", "hf download")):
+            self.assertIn(says, self.fine_tune(self.folder / name, "none", code=1))
 
     def test_fine_tuning_goes_as_with_torch(self):
         self.corpus.write_bytes(self.corpus.read_bytes()[:257])

@@ -463,13 +463,19 @@ void check_named_base(const Job& job, const ModelSource& source, const Committed
             "the adapters name a model's folder that they do not fit: " + same.to_string());
 }
 
-/// As transformers has it: what config.json names, else what the folder's files have.
-DataType type_of_model(const Job& job, const ModelSource& source) {
+/// As transformers has it: what config.json names, else what the folder's files have. Errors: those
+/// of model::WeightFiles::open().
+Result<DataType> type_of_model(const Job& job, const ModelSource& source) {
   if (source.type) return *source.type;
   const DataType other = precision_data_type(job.options.train.precision);
-  if (source.folder.empty()) return other;
+  if (source.folder.empty() || job.options.model.init == ModelInit::kRandom) return other;
   const auto files = model::WeightFiles::open(job.options.model.from, source.architecture);
-  return files.ok() ? files->type().value_or(other) : other;
+  if (files.ok()) return files->type().value_or(other);
+  return Status(
+      files.status().code(),
+      "config.json names no type of weights, and the files that have one cannot be read: " +
+          files.status().what(),
+      "Give --type bf16, f16 or f32", files.status().place());
 }
 
 }  // namespace
@@ -481,7 +487,12 @@ Result<ExportSummary> export_run(const Job& job, const ExportOptions& options) {
   if (options.merge && !lora) {
     return Status(ErrorCode::kInvalidArgument, "--merge: the run has no adapters", "Leave it out");
   }
-  const DataType type = options.type.value_or(type_of_model(job, source));
+  DataType type = DataType::kF32;
+  if (options.type) {
+    type = *options.type;
+  } else {
+    SI_ASSIGN_OR_RETURN(type, type_of_model(job, source));
+  }
   std::vector<model::LoraTarget> targets;
   plan::ParameterSpace whole;
   if (lora) {

@@ -64,8 +64,14 @@ Result<std::string> read_config_text(const fs::path& folder) {
   SI_ASSIGN_OR_RETURN(std::optional<std::string> text,
                       read_small_file(folder, kConfig, kConfigBytesMax));
   if (text) return std::move(*text);
-  return Status(ErrorCode::kNotFound, "model.from: there is no config.json",
-                "Name a folder as transformers' save_pretrained() writes it",
+  std::error_code error;
+  std::string advice = "Name a folder as transformers' save_pretrained() writes it";
+  if (fs::is_directory(folder / "snapshots", error)) {
+    advice = "Of the Hub's cache name a folder in snapshots/";
+  } else if (!fs::exists(folder, error)) {
+    advice += "; a model of the Hub is not fetched, which `hf download NAME` does";
+  }
+  return Status(ErrorCode::kNotFound, "model.from: there is no config.json", advice,
                 base::ErrorPlace{(folder / kConfig).string(), {}, {}, 0});
 }
 

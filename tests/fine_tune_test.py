@@ -50,6 +50,22 @@ class FineTune(FineTuneCase):
                 self.assertEqual(self.losses("less_" + name), self.losses("whole_" + name))
                 self.same_export("less_" + name, "whole_" + name)
 
+    def test_adapters_keep_to_the_planned_memory(self):
+        """Backward drops most of what a deep model makes, and the small tensors between would hold a heap together."""
+        config = transformers.LlamaConfig(vocab_size=256, hidden_size=128, intermediate_size=384, num_hidden_layers=40,
+                                          num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256)
+        make(config, self.folder / "deep")
+        recipe = self.recipe(steps=1)
+        text = pathlib.Path(recipe).read_text()
+        pathlib.Path(recipe).write_text(f'[model]\nfrom = "{self.folder / "deep"}"\n\n' + text[text.index("[data]"):])
+        flags = ["--lora.rank", "8", "--memory.activations", "keep", "--data.sequence", "256", "--train.micro_batch", "2",
+                 "--train.accumulation", "4", "--train.precision", "f32", "--train.warmup_steps", "0",
+                 "--device.0.path", str(self.folder / "device"), "--device.0.bandwidth", "1"]
+        told = subprocess.run(self.command(recipe, "run", flags), capture_output=True, text=True, check=True).stdout
+        planned = re.search(r"memory: (\d+) MiB of the host's memory are planned", told)
+        used = re.search(r"memory: at most (\d+) MiB of this process", told)
+        self.assertLess(int(used.group(1)), int(planned.group(1)))
+
     def test_resumed_in_the_middle_of_an_epoch_on_other_devices(self):
         make(CONFIGS["qwen3"].__class__(**dict(WIDE_HEADS, vocab_size=256, hidden_size=128)), self.folder / "model",
              torch.bfloat16)

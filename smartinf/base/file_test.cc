@@ -76,6 +76,11 @@ TEST(Text, DepthOfJsonIsBounded) {
   EXPECT_TRUE(json_depth_ok(wide));
 }
 
+TEST(Text, KeysOfJsonAreCounted) {
+  EXPECT_EQ(json_keys(R"({"a": 1, "b": {"c:d": "\": : ", "e": []}})"), 4u);
+  EXPECT_EQ(json_keys(R"(["a:b", "\\", ":"])"), 0u);
+}
+
 TEST(Text, ControlCharactersAreNotPrintable) {
   EXPECT_TRUE(printable("model.layers.0.weight[0:12]"));
   EXPECT_TRUE(printable("größe"));

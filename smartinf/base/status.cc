@@ -46,15 +46,23 @@ ErrorCode code_of_errno(int system_errno) {
   }
 }
 
-std::string without_control(std::string_view text) {
+/// Of each part of an error that is shown.
+constexpr size_t kShownBytesMax = 4096;
+
+/// Names in it may come from a file or a server that is somebody else's: a terminal must not obey
+/// them, nor show pages of them.
+std::string shown_text(std::string_view text) {
   std::string shown;
-  for (const char c : text) {
+  for (const char c : text.substr(0, kShownBytesMax)) {
     const auto byte = static_cast<unsigned char>(c);
     if ((byte < 0x20 && c != '\n') || byte == 0x7f) {
       shown += fmt::format("\\x{:02x}", byte);
     } else {
       shown += c;
     }
+  }
+  if (text.size() > kShownBytesMax) {
+    shown += fmt::format("... ({} bytes more)", text.size() - kShownBytesMax);
   }
   return shown;
 }
@@ -119,10 +127,9 @@ const ErrorPlace& Status::place() const { return detail_ ? detail_->place : kNow
 
 std::string Status::to_string() const {
   if (ok()) return "ok";
-  // Names in it may come from a file that somebody else wrote: a terminal must not obey them.
-  std::string text = without_control(detail_->what);
+  std::string text = shown_text(detail_->what);
   const ErrorPlace& place = detail_->place;
-  if (!place.path.empty()) text += fmt::format(": {}", without_control(place.path));
+  if (!place.path.empty()) text += fmt::format(": {}", shown_text(place.path));
   if (place.offset_bytes) text += fmt::format(" at offset {}", *place.offset_bytes);
   if (place.length_bytes) text += fmt::format(", length {}", *place.length_bytes);
   if (place.system_errno != 0) text += fmt::format(": {}", std::strerror(place.system_errno));
@@ -130,7 +137,7 @@ std::string Status::to_string() const {
   if (!detail_->advice.empty()) {
     if (text.back() != '.') text += '.';
     text += ' ';
-    text += detail_->advice;
+    text += shown_text(detail_->advice);
   }
   return text;
 }
@@ -143,6 +150,9 @@ Status Status::with_context(std::string_view context) && {
 Status errno_status(int system_errno, std::string what, std::string path,
                     std::optional<uint64_t> offset_bytes, std::optional<uint64_t> length_bytes,
                     std::string advice) {
+  if (system_errno == EMFILE || system_errno == ENFILE) {
+    advice = "Raise the limit of open files (ulimit -n, the system's fs.file-max).";
+  }
   return Status(code_of_errno(system_errno), std::move(what), std::move(advice),
                 ErrorPlace{std::move(path), offset_bytes, length_bytes, system_errno});
 }

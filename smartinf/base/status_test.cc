@@ -27,6 +27,23 @@ TEST(Status, SaysWhatWhereAndWhatToDo) {
             "Free some space.");
 }
 
+TEST(Status, WhatSomebodyElseWroteIsShownWithinBoundsAndHasNoSayOverTheTerminal) {
+  const Status status(ErrorCode::kCorrupt, std::string(1 << 20, 'a') + "z", "Do \x1b[2J that.",
+                      {"/p\x07", {}, {}, 0});
+  const std::string text = status.to_string();
+  EXPECT_LT(text.size(), 8192u);
+  EXPECT_NE(text.find("bytes more"), std::string::npos);
+  EXPECT_NE(text.find("Do \\x1b[2J that."), std::string::npos);
+  EXPECT_EQ(text.find('\x1b'), std::string::npos);
+  EXPECT_EQ(text.find('\x07'), std::string::npos);
+}
+
+TEST(Status, WhereNoMoreFilesCanBeOpenTheLimitIsNamed) {
+  const Status status = errno_status(EMFILE, "cannot open it", "/d", {}, {}, "Check the name.");
+  EXPECT_NE(status.to_string().find("ulimit -n"), std::string::npos);
+  EXPECT_EQ(status.to_string().find("Check the name"), std::string::npos);
+}
+
 TEST(Status, CopiesAreIndependentAndContextGoesInFront) {
   const Status first(ErrorCode::kIo, "short read");
   Status second = first;

@@ -23,6 +23,22 @@ bool json_depth_ok(std::string_view text) {
   return true;
 }
 
+uint64_t json_keys(std::string_view text) {
+  uint64_t keys = 0;
+  bool quoted = false;
+  for (size_t i = 0; i < text.size(); ++i) {
+    const char c = text[i];
+    if (quoted && c == '\\') {
+      ++i;
+    } else if (c == '"') {
+      quoted = !quoted;
+    } else if (!quoted && c == ':') {
+      ++keys;
+    }
+  }
+  return keys;
+}
+
 nlohmann::json parse_json(std::string_view text) {
   if (!json_depth_ok(text)) return nlohmann::json(nlohmann::json::value_t::discarded);
   return nlohmann::json::parse(text, nullptr, /*allow_exceptions=*/false);

@@ -15,6 +15,10 @@ inline constexpr uint32_t kJsonDepthMax = 64;
 /// Whether JSON text stays within kJsonDepthMax; says nothing else of it.
 bool json_depth_ok(std::string_view text);
 
+/// Keys of all objects in JSON text: an object that keeps their order compares each with all before
+/// it.
+uint64_t json_keys(std::string_view text);
+
 /// What JSON text stands for, without exceptions: discarded (is_discarded()) where it is not JSON
 /// or deeper than kJsonDepthMax.
 nlohmann::json parse_json(std::string_view text);

@@ -13,6 +13,7 @@
 #include <nlohmann/json.hpp>
 
 #include "smartinf/base/text.h"
+#include "smartinf/model/key_reader.h"
 
 namespace smartinf::model {
 namespace {
@@ -750,6 +751,7 @@ uint64_t ConfigCounts::parameters() const {
 
 Result<ConfigCounts> count_config(const std::string& text, const std::string& path,
                                   uint64_t parameters) {
+  SI_RETURN_IF_ERROR(KeyReader::check_keys(text, "config.json", path));
   const Json object = base::parse_json(without_words(text));
   Keys keys(object, path);
   if (!object.is_object()) {

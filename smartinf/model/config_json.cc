@@ -518,6 +518,7 @@ Status no_json_object(std::string_view file, std::string_view text, std::string 
 
 Result<Config> read_config(const std::string& text, const std::string& path,
                            std::span<const std::string> ignored, std::string_view option) {
+  SI_RETURN_IF_ERROR(KeyReader::check_keys(text, "config.json", path));
   const Json object = Json::parse(text, nullptr, /*allow_exceptions=*/false);
   if (base::parse_json(text).is_discarded() || !object.is_object()) {
     return no_json_object("config.json", text, "Get the model's folder again", path);
@@ -581,6 +582,7 @@ Result<Config> read_config(const std::string& text, const std::string& path,
 
 Result<EndTokens> read_generation_config(const std::string& text, const std::string& path,
                                          uint32_t vocabulary) {
+  SI_RETURN_IF_ERROR(KeyReader::check_keys(text, "generation_config.json", path));
   const Json object = Json::parse(text, nullptr, /*allow_exceptions=*/false);
   if (base::parse_json(text).is_discarded() || !object.is_object()) {
     return no_json_object("generation_config.json", text,

@@ -3,9 +3,12 @@
 #include <string>
 #include <vector>
 
+#include <fmt/format.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <nlohmann/json.hpp>
+
+#include "smartinf/model/config_counts.h"
 
 namespace smartinf::model {
 namespace {
@@ -219,6 +222,15 @@ TEST(Config, WhatIsNoConfigIsNamed) {
   EXPECT_THAT(read_config("[]", "c", {}).status().to_string(), HasSubstr("JSON object"));
   EXPECT_THAT(read_config("{\"model_type\": \"bert\"}", "c", {}).status().to_string(),
               HasSubstr("bert"));
+}
+
+TEST(Config, OfTooManyKeysNothingIsMade) {
+  std::string text = "{\"model_type\": \"llama\"";
+  for (int i = 0; i < 30'000; ++i) text += fmt::format(", \"k{}\": 0", i);
+  text += "}";
+  EXPECT_THAT(read_config(text, "c", {}).status().to_string(), HasSubstr("30001 keys"));
+  EXPECT_THAT(count_config(text, "c", 0).status().to_string(), HasSubstr("30001 keys"));
+  EXPECT_THAT(read_generation_config(text, "c", 10).status().to_string(), HasSubstr("30001 keys"));
 }
 
 }  // namespace

@@ -21,6 +21,16 @@ std::string shown(const Json& value) {
 
 }  // namespace
 
+Status KeyReader::check_keys(std::string_view text, std::string_view file,
+                             const std::string& path) {
+  constexpr uint64_t kKeysMax = 20'000;
+  const uint64_t keys = base::json_keys(text);
+  if (keys <= kKeysMax) return Status();
+  return Status(ErrorCode::kCorrupt,
+                fmt::format("{} has {} keys, and no model needs above {}", file, keys, kKeysMax),
+                "Get the model's folder again", base::ErrorPlace{path, {}, {}, 0});
+}
+
 const Json* KeyReader::find(const std::string& key) {
   read_.insert(key);
   const auto found = object_.find(key);

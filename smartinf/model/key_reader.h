@@ -20,6 +20,11 @@ namespace smartinf::model {
 class KeyReader {
  public:
   using Json = nlohmann::ordered_json;
+
+  /// Of a file's text, before it is made a Json. Errors: kCorrupt, it has more keys than a model's
+  /// config can have.
+  static base::Status check_keys(std::string_view text, std::string_view file,
+                                 const std::string& path);
   static constexpr uint64_t kCountMax = uint64_t{1} << 24;
   // No factor of a configuration needs numbers beyond these, and f32 holds what follows from them.
   static constexpr double kLeast = 1e-6;

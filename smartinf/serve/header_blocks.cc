@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <atomic>
 
-#include <dlfcn.h>
 #include <openssl/err.h>
 #include <openssl/ssl.h>
 
@@ -61,20 +60,24 @@ bool header_blocks_are_bounded() { return reads_here; }
 
 }  // namespace smartinf::serve::wire
 
-/// OpenSSL's own, and of a server's connections a look at what came. For every caller in the
-/// program: a connection that this program has made is not looked at.
+/// As OpenSSL's own, which is SSL_read_ex() with another way to say how much came, and of a
+/// server's connections a look at it. For every caller in the program: a connection that this
+/// program has made is not looked at.
 extern "C" __attribute__((visibility("default"))) int SSL_read(SSL* connection, void* buffer,
                                                                int bytes) {
   using smartinf::serve::wire::blocks_of;
   using smartinf::serve::wire::reads_here;
-  static const auto read =
-      reinterpret_cast<int (*)(SSL*, void*, int)>(::dlsym(RTLD_NEXT, "SSL_read"));
-  const int came = read(connection, buffer, bytes);
-  if (came <= 0 || ::SSL_is_server(connection) == 0) return came;
+  size_t came = 0;
+  if (bytes < 0) {
+    ERR_raise(ERR_LIB_SSL, SSL_R_BAD_LENGTH);
+    return -1;
+  }
+  if (::SSL_read_ex(connection, buffer, static_cast<size_t>(bytes), &came) <= 0) return -1;
+  if (::SSL_is_server(connection) == 0) return static_cast<int>(came);
   reads_here = true;
-  const std::span<const std::byte> some(static_cast<const std::byte*>(buffer),
-                                        static_cast<size_t>(came));
-  if (blocks_of(connection)->take(some)) return came;
+  if (blocks_of(connection)->take({static_cast<const std::byte*>(buffer), came})) {
+    return static_cast<int>(came);
+  }
   // gRPC ends a connection whose bytes OpenSSL refuses.
   ERR_raise_data(ERR_LIB_USER, ERR_R_PASSED_INVALID_ARGUMENT, "a header block above %d bytes",
                  static_cast<int>(smartinf::serve::wire::HeaderBlocks::kBytesMax));

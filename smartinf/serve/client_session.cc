@@ -209,8 +209,11 @@ Status ClientSession::read_stream() {
       came = link_.take(down.number, frame.bytes());
       if (link_.ack_due()) changed_.notify_all();
     }
-    if (!gone) {
-      lose(Status(ErrorCode::kCorrupt, "the server says that it has what was not sent"));
+    // What is answered has come: else who answers and does not read could have us keep all of it.
+    const auto* done = std::get_if<DoneFrame>(&down.body);
+    if (!gone || (done != nullptr && done->command > down.received)) {
+      lose(Status(ErrorCode::kCorrupt, gone ? "the server answers what it does not have"
+                                            : "the server says that it has what was not sent"));
       return Status(ErrorCode::kCancelled, "the session is closed");
     }
     if (came == ReliableLink<OutFrame>::Came::kAgain) continue;
@@ -242,19 +245,36 @@ void ClientSession::detach() {
 }
 
 bool ClientSession::reconnect() {
-  const auto until = std::chrono::steady_clock::now() + Seconds(options_.reconnect_seconds);
-  Seconds wait = kRetryFirst;
-  for (;;) {
+  Status why(ErrorCode::kUnavailable, "the server ends every one at once");
+  // A connection that brought nothing, and not for long, is no reason to begin anew.
+  bool pause = true;
+  {
+    const std::lock_guard lock(mutex_);
+    if (link_.received() != received_at_break_ ||
+        Clock::now() - connected_ > Seconds(options_.reconnect_seconds)) {
+      retry_until_ = Clock::now() + std::chrono::duration_cast<Clock::duration>(
+                                        Seconds(options_.reconnect_seconds));
+      retry_wait_ = kRetryFirst;
+      received_at_break_ = link_.received();
+      pause = false;
+    }
+  }
+  for (;; pause = true) {
     Attach request;
     request.session = id_;
     {
-      const std::lock_guard lock(mutex_);
+      std::unique_lock lock(mutex_);
+      if (pause) {
+        if (Clock::now() + retry_wait_ > retry_until_) break;
+        changed_.wait_for(lock, retry_wait_, [&] { return !lost_.ok(); });
+        retry_wait_ = std::min(2 * retry_wait_, kRetryLast);
+      }
       request.received = link_.ack();
     }
     Attached answer;
     RemoteOptions soon = options_;
-    soon.deadline_seconds = std::clamp(Seconds(until - std::chrono::steady_clock::now()).count(),
-                                       0.1, options_.deadline_seconds);
+    soon.deadline_seconds =
+        std::clamp(Seconds(retry_until_ - Clock::now()).count(), 0.1, options_.deadline_seconds);
     Result<std::unique_ptr<ClientSession>> again = attach(endpoint_, soon, request, answer);
     std::unique_lock lock(mutex_);
     if (!lost_.ok()) return false;
@@ -266,30 +286,25 @@ bool ClientSession::reconnect() {
       }
       stream_ = std::move((*again)->stream_);
       ++connections_;
+      connected_ = Clock::now();
       changed_.notify_all();
       return true;
     }
-    const Status why = again.status();
+    why = again.status();
     // The server is there and has no such session, or does not let this client in any more.
-    const bool gone = why.code() != ErrorCode::kUnavailable && why.code() != ErrorCode::kTimeout;
-    if (gone || Seconds(std::chrono::steady_clock::now() - until) + wait > Seconds(0)) {
-      lock.unlock();
-      if (why.code() == ErrorCode::kNotFound) {
-        lose(Status(ErrorCode::kUnavailable, why.what(), why.advice()));
-      } else if (gone) {
-        lose(why);
-      } else {
-        lose(Status(ErrorCode::kUnavailable,
-                    fmt::format("the connection was lost and could not be made again ({})",
-                                why.to_string()),
-                    "The step was aborted; when the server can be reached, training goes on from "
-                    "the committed one."));
-      }
-      return false;
-    }
-    changed_.wait_for(lock, wait, [&] { return !lost_.ok(); });
-    wait = std::min(2 * wait, kRetryLast);
+    if (why.code() == ErrorCode::kUnavailable || why.code() == ErrorCode::kTimeout) continue;
+    lock.unlock();
+    lose(why.code() == ErrorCode::kNotFound
+             ? Status(ErrorCode::kUnavailable, why.what(), why.advice())
+             : why);
+    return false;
   }
+  lose(Status(
+      ErrorCode::kUnavailable,
+      fmt::format("the connection was lost and could not be made again ({})", why.to_string()),
+      "The step was aborted; when the server can be reached, training goes on from the committed "
+      "one."));
+  return false;
 }
 
 void ClientSession::lose(Status why) {

@@ -3,11 +3,13 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
@@ -57,6 +59,7 @@ class ClientSession {
   uint32_t connections() const { return connections_; }
 
  private:
+  using Clock = std::chrono::steady_clock;
   ClientSession(Endpoint endpoint, RemoteOptions options, SessionId id);
   void keep(std::variant<CommandFrame, PieceFrame, AckFrame, ByeFrame> body, Payload payload);
   void read_all();
@@ -79,6 +82,8 @@ class ClientSession {
   ReliableLink<OutFrame> link_;  // bound: the window, and the caller's commands
   uint64_t room_used_ = 0;
   size_t unanswered_ = 0;  // commands
+  Clock::time_point connected_ = Clock::now();
+  std::optional<uint64_t> received_at_break_;  // when one broke that had been of use
   base::Status lost_;
   bool closing_ = false;
   bool closed_ = false;  // the server says so
@@ -86,6 +91,8 @@ class ClientSession {
   std::atomic<uint64_t> bytes_sent_{0};
   std::atomic<uint64_t> bytes_received_{0};
   std::atomic<uint32_t> connections_{1};
+  Clock::time_point retry_until_;  // the reader's own
+  std::chrono::duration<double> retry_wait_{};
   std::jthread reader_;
   std::jthread writer_;
 };

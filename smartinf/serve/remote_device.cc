@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 #include <unordered_map>
+#include <unordered_set>
 #include <utility>
 
 #include <fmt/format.h>
@@ -12,6 +13,7 @@
 #include "smartinf/base/units.h"
 #include "smartinf/csd/device_space.h"
 #include "smartinf/serve/remote_snapshot.h"
+#include "smartinf/serve/said_state.h"
 #include "smartinf/serve/samples.h"
 
 namespace smartinf::serve::wire {
@@ -45,6 +47,7 @@ class RemoteDevice final : public csd::Device {
     const std::string kind = std::move(info_.kind);
     info_.kind = "remote" + (kind.starts_with(kLocal) ? kind.substr(kLocal.size()) : " " + kind);
     info_.name = std::move(name);
+    info_.of_other_rank = false;  // which is nothing that a server knows
     session_->start(
         {[this](const Down& down, const InFrame& frame) { return on_frame(down, frame); },
          [this](const Status& why) { on_lost(why); }});
@@ -123,14 +126,16 @@ class RemoteDevice final : public csd::Device {
   struct Pending {
     std::shared_ptr<PendingCommand> whole;
     Places places;
-    uint64_t room = 0;    // of the session's window
-    Status damaged = {};  // of what came
+    std::unordered_set<base::SubgroupId> unready;  // of an update, whose weights are to come
+    uint64_t room = 0;                             // of the session's window
+    Status damaged = {};                           // of what came
   };
   /// The memory of a message (csd/messages/step.h).
   struct MemoryList {
     const csd::DeviceSpace& space;
     std::vector<Payload> payload = {};
     Places places = {};
+    std::unordered_set<base::SubgroupId> unready = {};
 
     template <typename T>
     void down(const T* memory, uint64_t bytes) {
@@ -167,7 +172,8 @@ class RemoteDevice final : public csd::Device {
     const bool sent =
         session_->send(std::move(body), std::move(memory.payload), [&](uint64_t number) {
           const std::lock_guard lock(mutex_);
-          pending_.emplace(number, Pending{whole, std::move(memory.places), bytes});
+          pending_.emplace(
+              number, Pending{whole, std::move(memory.places), std::move(memory.unready), bytes});
         });
     Status lost;
     {
@@ -196,6 +202,13 @@ class RemoteDevice final : public csd::Device {
   bool send_one(const std::shared_ptr<PendingCommand>& whole, One& message) {
     MemoryList memory{space_};
     csd::memory(memory, message, space_);
+    if constexpr (std::is_same_v<One, csd::Update>) {
+      for (const csd::SubgroupUpdate& one : message.updates) memory.unready.insert(one.subgroup);
+    }
+    if constexpr (std::is_same_v<One, csd::BeginStep>) {
+      const std::lock_guard lock(mutex_);
+      ready_early_.clear();
+    }
     return send(whole, csd::Message(message), std::move(memory));
   }
   /// The server keeps a gradient's pieces no longer than it takes to put them.
@@ -312,15 +325,32 @@ class RemoteDevice final : public csd::Device {
       vitals_ = ready.vitals;
       const auto pending = pending_.find(ready.command);
       if (pending == pending_.end()) return lost_.ok() ? wrong("weights of no update") : Status();
-      if (pending->second.whole->command->as<csd::Update>() == nullptr ||
+      if (pending->second.unready.erase(ready.subgroup) == 0 ||
           !complete(pending->second, ready.subgroup)) {
         return wrong("weights said to be ready that did not come");
+      }
+      if (mode_of(pending->second) == plan::UpdateMode::kAsCompleted) {
+        ready_early_.insert(ready.subgroup);
       }
       if (!pending->second.damaged.ok()) return Status();  // the update fails with it
       command = pending->second.whole->command;
     }
     command->replies->push({command, csd::Completion::Event::kWeightsReady, ready.subgroup, {}});
     return Status();
+  }
+
+  static std::optional<plan::UpdateMode> mode_of(const Pending& pending) {
+    const auto* update = pending.whole->command->as<csd::Update>();
+    return update == nullptr ? std::nullopt : std::optional(update->mode);
+  }
+  /// All weights that were to come have. One as gradients are completed may end before; what it
+  /// has made is not made again by one of the rest.
+  bool updated(const Pending& pending) const {
+    const plan::UpdateMode mode = *mode_of(pending);
+    return mode == plan::UpdateMode::kAsCompleted ||
+           std::ranges::all_of(pending.unready, [&](base::SubgroupId subgroup) {
+             return mode == plan::UpdateMode::kRest && ready_early_.contains(subgroup);
+           });
   }
 
   Status on_done(const DoneFrame& done) {
@@ -330,14 +360,21 @@ class RemoteDevice final : public csd::Device {
     {
       const std::lock_guard lock(mutex_);
       vitals_ = done.vitals;
-      if (done.standing) standing_ = *done.standing;
+      if (done.standing) {
+        const storage::StoreState& state = done.standing->state;
+        if (!check_said(state).ok() || !same_device(state, standing_.state)) {
+          return wrong("the state of another device");
+        }
+        standing_ = *done.standing;
+      }
       const auto pending = pending_.find(done.command);
       if (pending == pending_.end()) return lost_.ok() ? wrong("an answer to nothing") : Status();
       if (status.ok()) status = pending->second.damaged;
       const bool all = std::ranges::all_of(
           pending->second.places, [](const Place& place) { return place.came == place.bytes; });
-      const bool update = pending->second.whole->command->as<csd::Update>() != nullptr;
-      if (status.ok() && !all && !update) return wrong("an answer before its results");
+      if (status.ok() && !(mode_of(pending->second) ? updated(pending->second) : all)) {
+        return wrong("an answer before its results");
+      }
       whole = pending->second.whole;
       room = pending->second.room;
       pending_.erase(pending);
@@ -383,7 +420,8 @@ class RemoteDevice final : public csd::Device {
   Standing standing_;
   Vitals vitals_;
   Status lost_;
-  std::unordered_map<uint64_t, Pending> pending_;  // by number
+  std::unordered_map<uint64_t, Pending> pending_;     // by number
+  std::unordered_set<base::SubgroupId> ready_early_;  // of the step, as gradients were completed
 
   std::unique_ptr<ClientSession> session_;
 };

@@ -1,4 +1,7 @@
 // What happens to a session when the network, the server, or a client behaves badly.
+#include <mutex>
+
+#include "smartinf/serve/client_session.h"
 #include "smartinf/serve/test_session.h"
 
 namespace smartinf::serve::wire {
@@ -62,6 +65,51 @@ TEST_F(RemoteSession, AConnectionThatStandsStillIsGivenUp) {
   ASSERT_OK(driver_.update(layout_, 1));
   ASSERT_OK(driver_.finish_step(1));
   expect_state_after(1);
+}
+
+TEST_F(RemoteSession, ACommandThatIsRefusedBeforeAllOfItHasComeEndsNothingElse) {
+  Attach request;
+  request.create = layout_;
+  request.share = share_;
+  Attached answer;
+  auto attached =
+      ClientSession::attach(*Endpoint::parse(remote().url), remote().remote, request, answer);
+  ASSERT_TRUE(attached.ok()) << attached.status().to_string();
+  ClientSession& session = **attached;
+  std::mutex mutex;
+  std::vector<Status> answers;
+  const auto note = [&](const Status& status) {
+    const std::lock_guard lock(mutex);
+    answers.push_back(status);
+  };
+  session.start({[&](const Down& down, const InFrame&) {
+                   if (const auto* done = std::get_if<DoneFrame>(&down.body)) {
+                     session.done(0);
+                     note(done->outcome);
+                   }
+                   return Status();
+                 },
+                 note});
+  const auto answered = [&](size_t count) {
+    return soon([&] {
+      const std::lock_guard lock(mutex);
+      return answers.size() >= count;
+    });
+  };
+  // A Flush has no payload; of this one some is not sent when the server says so.
+  const auto memory = std::make_shared<std::vector<std::byte>>(uint64_t{32} << 20);
+  ASSERT_TRUE(session.wait_for_room(0).ok());
+  ASSERT_TRUE(session.send(csd::Message(csd::Flush{}),
+                           std::vector<Payload>(4, Payload{memory, *memory}), [](uint64_t) {}));
+  ASSERT_TRUE(answered(1));
+  EXPECT_EQ(answers[0].code(), ErrorCode::kInvalidArgument) << answers[0].to_string();
+  for (size_t more = 2; more < 4; ++more) {
+    ASSERT_TRUE(session.wait_for_room(0).ok());
+    ASSERT_TRUE(session.send(csd::Message(csd::Abort{0}), {}, [](uint64_t) {}));
+    ASSERT_TRUE(answered(more));
+    EXPECT_TRUE(answers[more - 1].ok()) << answers[more - 1].to_string();
+  }
+  session.close();
 }
 
 TEST_F(RemoteSession, AServerThatWasStartedAgainHasTheCommittedStep) {

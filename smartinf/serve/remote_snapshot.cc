@@ -6,6 +6,7 @@
 
 #include "smartinf/base/checksum.h"
 #include "smartinf/base/units.h"
+#include "smartinf/serve/said_state.h"
 #include "smartinf/storage/format.h"
 
 namespace smartinf::serve::wire {
@@ -137,6 +138,7 @@ Result<std::unique_ptr<csd::Snapshot>> open_remote_snapshot(const std::string& n
   SI_ASSIGN_OR_RETURN(Conversation talk,
                       Conversation::begin(endpoint, options, Purpose::kSnapshot));
   SI_ASSIGN_OR_RETURN(SnapshotOpened opened, talk.ask<SnapshotOpened>(OpenSnapshot{lock, session}));
+  if (Status wrong = check_said(opened.state, opened.layout); !wrong.ok()) return talk.named(wrong);
   return std::unique_ptr<csd::Snapshot>(
       std::make_unique<RemoteSnapshot>(name, std::move(talk), std::move(opened)));
 }

@@ -1,11 +1,16 @@
 #include "smartinf/serve/remote_source.h"
 
 #include <algorithm>
+#include <cmath>
+#include <type_traits>
 #include <utility>
+
+#include <fmt/format.h>
 
 #include "smartinf/serve/client_session.h"
 #include "smartinf/serve/remote_device.h"
 #include "smartinf/serve/remote_snapshot.h"
+#include "smartinf/serve/said_state.h"
 
 namespace smartinf::serve {
 namespace {
@@ -15,6 +20,26 @@ using base::Result;
 using base::Status;
 using wire::Conversation;
 using wire::Endpoint;
+
+// Of a check, where a server says twice how far it is.
+constexpr uint64_t kStandStillMax = 1000;
+
+/// The answers of a check before its last: it goes on, and no block has more than a fault.
+class CheckAnswers {
+ public:
+  bool take(const wire::Progress& said) {
+    if (said.blocks_done > said.blocks_total || said.blocks_done < done_) return false;
+    if (said.blocks_done == done_ && ++stood_still_ > kStandStillMax) return false;
+    done_ = said.blocks_done;
+    blocks_ = std::max(blocks_, said.blocks_total);
+    return true;
+  }
+  /// Some come before the first progress.
+  bool take(const storage::StoreFault&) { return ++faults_ <= blocks_ + kStandStillMax; }
+
+ private:
+  uint64_t done_ = 0, blocks_ = 0, stood_still_ = 0, faults_ = 0;
+};
 
 class RemoteSource final : public csd::DeviceSource {
  public:
@@ -30,17 +55,23 @@ class RemoteSource final : public csd::DeviceSource {
 
   Result<std::optional<storage::StoreState>> peek() override {
     SI_ASSIGN_OR_RETURN(const auto peeked, ask<wire::Peeked>(wire::Peek{}));
+    if (peeked.state) SI_RETURN_IF_ERROR(named(wire::check_said(*peeked.state)));
     return peeked.state;
   }
   Result<storage::StoreSummary> summarize() override {
-    return ask<storage::StoreSummary>(wire::Summarize{});
+    SI_ASSIGN_OR_RETURN(auto summary, ask<storage::StoreSummary>(wire::Summarize{}));
+    SI_RETURN_IF_ERROR(named(wire::check_said(summary.state, summary.layout)));
+    return summary;
   }
   Result<storage::CheckReport> check(
       const storage::CheckOptions& options,
       const std::function<void(const storage::StoreFault&)>& visit) override {
-    return ask<storage::CheckReport>(
-        wire::Check{options.memory_bytes, options.io_depth, options.repair, options.step}, visit,
-        options.progress);
+    SI_ASSIGN_OR_RETURN(
+        auto report, ask<storage::CheckReport>(wire::Check{options.memory_bytes, options.io_depth,
+                                                           options.repair, options.step},
+                                               visit, options.progress));
+    SI_RETURN_IF_ERROR(named(wire::check_said(report.state)));
+    return report;
   }
   Result<std::unique_ptr<csd::Snapshot>> snapshot(storage::ReaderLock lock) override {
     SI_RETURN_IF_ERROR(endpoint_.status());
@@ -58,6 +89,9 @@ class RemoteSource final : public csd::DeviceSource {
     if (options_.bandwidth > 0) return options_.bandwidth;
     if (bandwidth_ == 0) {
       SI_ASSIGN_OR_RETURN(const auto measured, ask<wire::Measured>(wire::Measure{}));
+      if (!std::isfinite(measured.bytes_per_second) || measured.bytes_per_second <= 0) {
+        return named(wrong_answer());
+      }
       bandwidth_ = measured.bytes_per_second;
     }
     return bandwidth_;
@@ -88,8 +122,21 @@ class RemoteSource final : public csd::DeviceSource {
     wire::Attached attached;
     SI_ASSIGN_OR_RETURN(
         auto session, wire::ClientSession::attach(*endpoint_, options_.remote, request, attached));
+    SI_RETURN_IF_ERROR(named(wire::check_said(attached.standing.state, attached.layout)));
+    if (request.create && !wire::same_layout(*request.create, attached.layout)) {
+      return named(wrong_answer());
+    }
     return wire::make_remote_device(options_.name, *endpoint_, options_.remote, std::move(session),
                                     std::move(attached), share);
+  }
+
+  static Status wrong_answer() {
+    return Status(ErrorCode::kCorrupt, "the server answered something else",
+                  "This is a bug in smartinf; please report it.");
+  }
+  Status named(Status status) const {
+    return std::move(status).with_context(
+        fmt::format("server {}, device {}", endpoint_->address, endpoint_->device));
   }
 
   /// One question on a stream of its own.
@@ -101,20 +148,23 @@ class RemoteSource final : public csd::DeviceSource {
     SI_ASSIGN_OR_RETURN(Conversation talk,
                         Conversation::begin(*endpoint_, options_.remote, wire::Purpose::kAsk));
     SI_RETURN_IF_ERROR(talk.say(wire::Ask(question)));
+    constexpr bool kIsCheck = std::is_same_v<Asked, wire::Check>;
+    CheckAnswers before_last;
     for (;;) {
       SI_ASSIGN_OR_RETURN(wire::Answer answer, talk.hear<wire::Answer>());
       if (auto* wanted = std::get_if<Wanted>(&answer)) return std::move(*wanted);
-      if (const auto* fault = std::get_if<storage::StoreFault>(&answer); fault != nullptr) {
+      const auto* fault = std::get_if<storage::StoreFault>(&answer);
+      const auto* done = std::get_if<wire::Progress>(&answer);
+      if (kIsCheck && fault != nullptr && before_last.take(*fault)) {
         if (visit) visit(*fault);
-      } else if (const auto* done = std::get_if<wire::Progress>(&answer); done != nullptr) {
+      } else if (kIsCheck && done != nullptr && before_last.take(*done)) {
         if (progress) SI_RETURN_IF_ERROR(progress(done->blocks_done, done->blocks_total));
       } else {
         const auto* failed = std::get_if<Status>(&answer);
         if (failed != nullptr && !failed->ok()) {
           return talk.named(*failed);
         }
-        return talk.named(Status(ErrorCode::kCorrupt, "the server answered something else",
-                                 "This is a bug in smartinf; please report it."));
+        return talk.named(wrong_answer());
       }
     }
   }

@@ -6,6 +6,7 @@ import json
 import os
 import pathlib
 import re
+import resource
 import shutil
 import subprocess
 import sys
@@ -160,6 +161,25 @@ class Help(unittest.TestCase):
             self.assertEqual(done.returncode, 1)
             self.assertIn(f"cannot start {folder}/smartinf-torch: No such file or directory", done.stderr)
             self.assertEqual(subprocess.run([alone, "--version"], check=False, capture_output=True).returncode, 0)
+
+    def test_a_stack_too_small_for_torch_is_raised_or_refused(self):
+        if not (pathlib.Path(COMMAND).parent / "smartinf-torch").exists():
+            self.skipTest("this build has no torch")
+        small = 128 << 10
+        for hard, code in ((resource.RLIM_INFINITY, 0), (small, 1)):
+            hard = hard if code else resource.getrlimit(resource.RLIMIT_STACK)[1]
+            done = subprocess.run([COMMAND, "train", "--help-recipe=markdown"], capture_output=True, text=True, check=False,
+                                  preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_STACK, (small, hard)))
+            self.assertEqual(done.returncode, code, done)
+        self.assertRegex(done.stderr, r"^smartinf: the stack of a thread may have 128 KiB.* \(ulimit -s 8192\)")
+
+    def test_an_address_space_too_small_for_torch_is_named(self):
+        if not (pathlib.Path(COMMAND).parent / "smartinf-torch").exists():
+            self.skipTest("this build has no torch")
+        done = subprocess.run([COMMAND, "train", "recipe.toml"], capture_output=True, text=True, check=False,
+                              preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (200 << 20, 200 << 20)))
+        self.assertEqual(done.returncode, 1, done)
+        self.assertRegex(done.stderr, r"^smartinf: torch cannot be loaded within an address space of 200 MiB.*ulimit -v")
 
     def test_version(self):
         self.assertRegex(run("--version").stdout, r"^\d+\.\d+\.\d+\n$")

@@ -6,6 +6,7 @@ import json
 import os
 import pathlib
 import re
+import resource
 import shutil
 import signal
 import socket
@@ -344,6 +345,33 @@ class Training(WithServers):
         self.until(process, "lost")
         process.send_signal(signal.SIGINT)
         self.end(process, 130, timeout=100)
+
+
+class Limits(WithServers):
+    """What gRPC would end the process for is an error that says what to raise."""
+
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        cls.authority = Authority(COMMAND, cls.folder / "ca")
+        cls.server = Server(cls.authority, cls.folder / "server")
+
+    def refused(self, *words, limit, value):
+        done = subprocess.run([COMMAND, *words], capture_output=True, text=True, timeout=60, check=False,
+                              env=with_environment(self.authority.environment()),
+                              preexec_fn=lambda: resource.setrlimit(limit, (value, value)))
+        self.assertEqual(done.returncode, 1, done)
+        self.assertRegex(done.stderr, r"smartinf: .*ulimit -[nuv]")
+
+    def test_a_server_needs_files_and_memory(self):
+        for files in (6, 8, 12, 24):
+            self.refused("serve", str(self.server.file), limit=resource.RLIMIT_NOFILE, value=files)
+        for mb in (60, 300, 400):
+            self.refused("serve", str(self.server.file), limit=resource.RLIMIT_AS, value=mb << 20)
+
+    def test_so_does_a_client(self):
+        for limit, value in ((resource.RLIMIT_NOFILE, 8), (resource.RLIMIT_AS, 300 << 20)):
+            self.refused("inspect", self.server.url(), limit=limit, value=value)
 
 
 class ServerFile(unittest.TestCase):

@@ -6,6 +6,7 @@
 #include <memory>
 #include <new>
 #include <span>
+#include <system_error>
 
 #include <spdlog/sinks/stdout_color_sinks.h>
 #include <spdlog/spdlog.h>
@@ -279,6 +280,11 @@ int main(int argc, char** argv) {
         "smartinf: there is not enough memory. Lower engine.memory_budget (--memory-budget) or the "
         "model's size, or raise the limit of this process (ulimit -v, the cgroup's memory).\n",
         stderr);
+  } catch (const std::system_error& error) {
+    std::fprintf(stderr,
+                 "smartinf: no further thread can be started: %s. Raise the limit of processes "
+                 "(ulimit -u, the container's pids.max) or of the address space (ulimit -v).\n",
+                 error.what());
   } catch (const std::exception& error) {
     std::fprintf(stderr, "smartinf: unexpected failure: %s. This is a bug; please report it.\n",
                  error.what());

@@ -14,6 +14,7 @@
 #include "smartinf/serve/certificates/certificates.h"
 #include "smartinf/serve/grpc_frame.h"
 #include "smartinf/serve/grpc_log.h"
+#include "smartinf/serve/grpc_room.h"
 #include "smartinf/serve/grpc_tls.h"
 #include "smartinf/serve/stream.h"
 
@@ -133,6 +134,7 @@ Result<std::string> pem(const std::string& path, const char* what, const char* k
 bool has_transport() { return true; }
 
 Result<std::unique_ptr<Stream>> connect(const std::string& address, const RemoteOptions& options) {
+  SI_RETURN_IF_ERROR(check_room_for_grpc());
   take_grpc_log(false);
   SI_RETURN_IF_ERROR(speak_tls13_only());
   grpc::SslCredentialsOptions tls;

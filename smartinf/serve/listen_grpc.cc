@@ -22,6 +22,7 @@
 #include "smartinf/serve/acceptor.h"
 #include "smartinf/serve/grpc_frame.h"
 #include "smartinf/serve/grpc_log.h"
+#include "smartinf/serve/grpc_room.h"
 #include "smartinf/serve/grpc_tls.h"
 #include "smartinf/serve/header_blocks.h"
 #include "smartinf/serve/stream.h"
@@ -312,6 +313,7 @@ class GrpcListener final : public Listener {
 
 Result<std::unique_ptr<Listener>> listen(const ListenOptions& options,
                                          std::function<void(Stream&, const Peer&)> talk) {
+  SI_RETURN_IF_ERROR(check_room_for_grpc());
   SI_RETURN_IF_ERROR(speak_tls13_only());
   take_grpc_log(true);
   auto listener = std::make_unique<GrpcListener>(std::move(talk));

@@ -15,6 +15,7 @@
 #include <pthread.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
+#include <sys/ioctl.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
 
@@ -41,6 +42,29 @@ uint64_t cookie_of(int socket) {
   uint64_t cookie = 0;
   socklen_t length = sizeof(cookie);
   return ::getsockopt(socket, SOL_SOCKET, SO_COOKIE, &cookie, &length) == 0 ? cookie : 0;
+}
+
+enum class Said : uint8_t { kNothing, kPart, kEnough };
+
+/// Whether what a connection has sent is worth a place: a handshake's first record as a whole, or
+/// what is none. Of a part epoll says no more until the rest is there.
+Said what_it_said(int socket) {
+  constexpr size_t kHead = 5;
+  constexpr uint8_t kHandshake = 22;
+  std::array<uint8_t, kHead> head{};
+  const ssize_t came = ::recv(socket, head.data(), head.size(), MSG_PEEK);
+  if (came <= 0) return Said::kNothing;
+  int wanted = kHead;
+  if (head[0] != kHandshake) {
+    wanted = 1;
+  } else if (came == kHead) {
+    wanted += head[3] << 8 | head[4];
+  }
+  int waiting = 0;
+  const bool enough = ::ioctl(socket, FIONREAD, &waiting) != 0 || waiting >= wanted;
+  if (enough) wanted = 1;
+  (void)::setsockopt(socket, SOL_SOCKET, SO_RCVLOWAT, &wanted, sizeof(wanted));
+  return enough ? Said::kEnough : Said::kPart;
 }
 
 bool hung_up(int socket) {
@@ -159,12 +183,12 @@ void Acceptor::run(const std::stop_token& stop) {
       }
       const auto found = silent_.find(number);
       if (found == silent_.end()) continue;
-      char first = 0;
-      const bool said = ::recv(found->second.socket.get(), &first, 1, MSG_PEEK) > 0;
-      if (said) {
+      const Said said = what_it_said(found->second.socket.get());
+      const bool more = (events[static_cast<size_t>(i)].events & (EPOLLRDHUP | EPOLLHUP)) == 0;
+      if (said == Said::kEnough) {
         ::epoll_ctl(poll_.get(), EPOLL_CTL_DEL, found->second.socket.get(), nullptr);
         ready_.insert(silent_.extract(found));
-      } else {
+      } else if (said == Said::kNothing || !more) {
         silent_.erase(found);
       }
     }

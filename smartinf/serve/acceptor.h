@@ -24,9 +24,9 @@ namespace smartinf::serve::wire {
 class Acceptor {
  public:
   struct Options {
-    // Connections that have not sent a byte, or wait for a place; the oldest of the address that
-    // has most of them make room for a new one. One costs a descriptor and what the kernel has of
-    // it.
+    // Connections that have not sent a whole record of TLS, or wait for a place; the oldest of the
+    // address that has most of them make room for a new one. One costs a descriptor and what the
+    // kernel has of it.
     size_t silent_max = 4096;
     std::chrono::milliseconds silent{10'000};  // and no longer than that
     // Connections that were passed on and that no client uses, whom the server lets in: handshakes,
@@ -90,7 +90,7 @@ class Acceptor {
   uint16_t port_ = 0;
 
   // The thread's own:
-  Connections silent_, ready_;  // ready: something came
+  Connections silent_, ready_;  // ready: a whole record came
   uint64_t next_number_ = 0;
   std::optional<Clock::time_point> trim_at_;
 

@@ -87,6 +87,30 @@ TEST_F(Acceptors, WhoSaysNothingIsNotPassedOnAndMakesRoom) {
   EXPECT_TRUE(soon_passed(2));
 }
 
+TEST_F(Acceptors, APartOfARecordIsWorthNoPlace) {
+  start({});
+  const std::string record = std::string("\x16\x03\x01\x02\x00", 5) + std::string(512, 'h');
+  const auto says = [](const FileDescriptor& socket, std::string_view text) {
+    EXPECT_EQ(::send(socket.get(), text.data(), text.size(), MSG_NOSIGNAL),
+              static_cast<ssize_t>(text.size()));
+  };
+  std::list<FileDescriptor> parts;
+  for (const size_t bytes : {1, 5, 6, 516}) {
+    parts.push_back(connect(false));
+    says(parts.back(), std::string_view(record).substr(0, bytes));
+  }
+  const FileDescriptor whole = connect(false);
+  says(whole, record);
+  EXPECT_TRUE(soon_passed(1));
+  EXPECT_TRUE(stays(whole));
+  for (const FileDescriptor& part : parts) EXPECT_TRUE(stays(part));
+  // Byte by byte it becomes one; who ends within it has said nothing.
+  for (const char byte : record.substr(1)) says(parts.front(), {&byte, 1});
+  EXPECT_TRUE(soon_passed(2));
+  ::shutdown(parts.back().get(), SHUT_WR);
+  EXPECT_TRUE(ends(parts.back()));
+}
+
 TEST_F(Acceptors, WhoSaysNothingForLongIsHungUpOn) {
   Acceptor::Options options;
   options.silent = std::chrono::milliseconds(50);

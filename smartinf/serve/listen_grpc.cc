@@ -284,6 +284,9 @@ class GrpcListener final : public Listener {
     builder.AddChannelArgument(GRPC_ARG_HTTP2_MAX_PING_STRIKES, 0);
     builder.AddChannelArgument(GRPC_ARG_SERVER_HANDSHAKE_TIMEOUT_MS, kHandshakeMs);
     builder.AddChannelArgument(GRPC_ARG_MAX_CONCURRENT_STREAMS, kStreamsOfConnection);
+    // A megabyte of gzip can stand for a gigabyte, which gRPC would take into memory before it is
+    // asked how long a message may be.
+    builder.AddChannelArgument(GRPC_ARG_ENABLE_PER_MESSAGE_DECOMPRESSION, 0);
     Acceptor::Options bounds;
     bounds.unacknowledged = std::chrono::milliseconds(keepalive_ms);
     SI_ASSIGN_OR_RETURN(

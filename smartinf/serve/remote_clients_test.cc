@@ -139,6 +139,16 @@ TEST_F(RemoteClients, OnlyTls13) {
   EXPECT_FALSE(shakes_hands(server_->port(), TLS1_2_VERSION));
 }
 
+TEST_F(RemoteClients, APackedMessageIsNotUnpacked) {
+  Hello hello;
+  hello.device = "fast0";
+  const std::vector<std::byte> bytes = encode(hello);
+  const std::string message(reinterpret_cast<const char*>(bytes.data()), bytes.size());
+  EXPECT_TRUE(RawHttp2(server_->port()).is_answered(message, false));
+  EXPECT_FALSE(RawHttp2(server_->port()).is_answered(message, true))
+      << "a megabyte could become a gigabyte";
+}
+
 TEST_F(RemoteClients, AMessageOf4GbEndsAtTheServersMemory) {
   buffer_bytes_ = uint64_t{64} << 20;
   start_server();

@@ -93,6 +93,19 @@ class RawHttp2 {
     }
     return sent;
   }
+  /// One call whose first message is this; packed: as gzip has it. Whether a message comes back.
+  bool is_answered(const std::string& message, bool packed) {
+    const std::string content = packed ? gzip(message) : message;
+    std::string head(1, packed ? 1 : 0);
+    for (int shift = 24; shift >= 0; shift -= 8) {
+      head += static_cast<char>(static_cast<uint32_t>(content.size()) >> shift);
+    }
+    const std::string encoding = std::string("\0\x0dgrpc-encoding\x04gzip", 20);
+    write(kPreface + frame(4, 0, 0, "") + frame(1, 4, 1, call() + (packed ? encoding : "")) +
+          frame(0, 0, 1, head + content));
+    while (!ended_ && !answered_) read();
+    return answered_;
+  }
   /// The server has ended the call or the connection.
   bool ended() const { return ended_; }
 
@@ -118,6 +131,22 @@ class RawHttp2 {
     };
     return "\x83\x87" + field("\x04", kMethodPath) + field("\x01", "localhost") +
            field("\x0f\x10", "application/grpc") + field(std::string("\0\x02te", 4), "trailers");
+  }
+  /// Of up to 65535 bytes, as they are.
+  static std::string gzip(const std::string& bytes) {
+    uint32_t checksum = ~uint32_t{0};
+    for (const char byte : bytes) {
+      checksum ^= static_cast<uint8_t>(byte);
+      for (int i = 0; i < 8; ++i) checksum = checksum >> 1 ^ (checksum & 1 ? 0xedb88320u : 0u);
+    }
+    const auto little = [](uint32_t value, int count) {
+      std::string text;
+      for (int i = 0; i < count; ++i) text += static_cast<char>(value >> 8 * i);
+      return text;
+    };
+    const auto size = static_cast<uint32_t>(bytes.size());
+    return std::string("\x1f\x8b\x08\0\0\0\0\0\0\x03\x01", 11) + little(size, 2) +
+           little(~size, 2) + bytes + little(~checksum, 4) + little(size, 4);
   }
   static uint32_t number(const std::string& text, size_t at) {
     uint32_t value = 0;
@@ -153,6 +182,7 @@ class RawHttp2 {
       write(frame(4, 1, 0, ""));
       acknowledged_ = true;
     }
+    if (type == 0 && !content.empty()) answered_ = true;
     if (type == 6 && (flags & 1) == 0) write(frame(6, 1, 0, content));
     if (type == 8) (stream == 0 ? room_ : stream_room_) += number(content, 0);
     if (type == 7 || (type == 3 && stream == 1) || (type == 1 && (flags & 1) != 0)) ended_ = true;
@@ -164,6 +194,7 @@ class RawHttp2 {
   int64_t window_ = 65535, room_ = 65535, stream_room_ = 65535;
   std::string came_;
   bool acknowledged_ = false;  // the server's settings
+  bool answered_ = false;      // by a message
   bool ended_ = false;
 };
 

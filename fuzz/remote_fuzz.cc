@@ -40,8 +40,8 @@ storage::StoreLayout gate_layout() {
   return layout;
 }
 
-/// What a server takes for a message, but for a compressed gradient, whose frame says how long it
-/// is.
+/// Bytes that a server takes for a message, but for a compressed gradient, whose frame says how
+/// long it is.
 struct Bytes {
   uint64_t all = 0;
   void down(const void* memory, uint64_t bytes) { all += memory != nullptr ? bytes : 0; }

@@ -273,7 +273,7 @@ TEST_F(AcceleratorTest, OnlyPinnedMemoryIsCopiedLate) {
   EXPECT_TRUE(stream.query());
 }
 
-// By the events' own times: a lower bound, which no load of the machine breaks.
+// Times of the events themselves: a lower bound, which no load of the machine breaks.
 TEST_F(AcceleratorTest, DelayAndLinkTakeTheirTime) {
   use({.link_bytes_per_s = 1 << 20, .delay_us = 20000});
   const Tensor ready = pinned(torch::ones({1 << 13}));  // a 32nd of a second

@@ -24,8 +24,8 @@ struct ScenarioOptions {
   uint32_t devices = 3;
   uint32_t steps = 4;
   uint64_t elements = 1500;  // of each device's larger subgroup
-  /// Of the order of completions, of what a cut leaves, of which subgroups stay in memory, and of
-  /// what is guessed.
+  /// Seed of the order of completions, of what a cut leaves, of which subgroups stay in memory, and
+  /// of what is guessed.
   uint64_t seed = 1;
   CommitFlaw flaw = CommitFlaw::kNone;
 };
@@ -42,10 +42,10 @@ class Scenario {
   /// Runs until done or until the power goes after `cut_events`.
   void run(uint64_t cut_events = ~uint64_t{0});
   uint64_t events() const { return power_.events(); }
-  /// What the run was doing when it ended.
+  /// The part of the run at which it ended.
   std::string_view moment() const { return moment_; }
 
-  /// What the drives hold once the power is back.
+  /// Gives each drive what it holds once the power is back.
   void settle(storage::CutFate fate, uint64_t seed);
   /// Recovers, with the power going again after `cut_events`, to see that recovery can be repeated.
   void recover_and_cut(uint64_t cut_events);
@@ -58,8 +58,8 @@ class Scenario {
 
  private:
   enum class Guess { kNone, kRight, kWrong, kAborted };
-  /// What is written: the step's new state, what a wrong guess makes of it, or something in every
-  /// plane that will be aborted.
+  /// The content of a write: the step's new state, what a wrong guess makes of it, or something in
+  /// every plane that will be aborted.
   enum class Contents { kOfStep, kWrong, kAborted };
   /// A subgroup as a write left it; not current when that was garbage.
   struct InMemory {

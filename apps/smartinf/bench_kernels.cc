@@ -243,7 +243,8 @@ class KernelBench {
     }
   }
 
-  /// Of a step's gradient before it is compressed: squares by row and by column.
+  /// Times the squares of a step's gradient by row and by column, as they are computed before it is
+  /// compressed.
   void bench_matrix_squares(base::ThreadTeam& team) {
     fill_gradient(DataType::kBf16);
     const auto* gradient = reinterpret_cast<const base::Bf16*>(gradient_.data());
@@ -261,8 +262,8 @@ class KernelBench {
                 });
   }
 
-  /// What compression adds to weights on their way up: bf16 of both, roots of the variance by row
-  /// and column.
+  /// Times what compression adds to weights on their way up: bf16 of both, roots of the variance by
+  /// row and column.
   void bench_step_ahead(base::ThreadTeam& team) {
     fill_gradient(DataType::kBf16);
     const auto* residual = reinterpret_cast<const base::Bf16*>(gradient_.data());

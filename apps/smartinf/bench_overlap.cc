@@ -45,7 +45,7 @@ struct OverlapOptions {
   bool json = false;
 };
 
-/// What a step took, and what no schedule could have been faster than.
+/// Time of a step, and the time that no schedule could have been faster than.
 struct Timing {
   double step_s = 0;     // median of the steps
   double exposed_s = 0;  // of it, waited for the update
@@ -103,7 +103,7 @@ class OverlapBench {
     }
     for (int round = 0; round < options_.rounds; ++round) {
       for (const double share : options_.computing) {
-        // Of this moment: the rate of a drive drifts.
+        // Measured anew each time: the rate of a drive drifts.
         SI_ASSIGN_OR_RETURN(const double update_s, time_update());
         for (const std::string& overlap : options_.overlaps) {
           SI_ASSIGN_OR_RETURN(const Timing timing, time_steps(overlap, share * update_s, update_s));

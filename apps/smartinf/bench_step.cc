@@ -54,7 +54,7 @@ uint64_t rss_peak_bytes() {
   return static_cast<uint64_t>(usage.ru_maxrss) * 1024;
 }
 
-/// Of a subgroup on the drive, for padding and block scales.
+/// Bytes that a subgroup takes on the drive for padding and block scales.
 constexpr uint64_t kSlack = 256 * base::kKiB;
 
 class StepBench {
@@ -148,7 +148,8 @@ class StepBench {
   bool emulated() const { return options_.emulated > 0; }
   uint64_t device_count() const { return updater_.devices.size(); }
 
-  /// What of memory cannot be measured as of a drive, and the first device's speed.
+  /// Sets what a drive would decide and memory cannot (subgroups, size and depth of transfers), and
+  /// the first device's speed.
   void emulate() {
     constexpr uint64_t kSubgroups = 48;  // filling and draining slots is a small part then
     if (updater_.subgroup_elements == 0) {
@@ -365,7 +366,7 @@ class StepBench {
     if (updater_.io_depth != 0) store.io_depth = updater_.io_depth;
     return storage::drive_limit(options_.devices[d], store, memory_bytes);
   }
-  /// Those of all devices at once.
+  /// Measures all devices at once.
   base::Result<Moved> move_state(uint64_t memory_bytes) const {
     const auto count = options_.devices.size();
     std::vector<base::Result<storage::DriveLimit>> limits(count, storage::DriveLimit{});

@@ -44,7 +44,7 @@ struct CalibrateFlags {
 /// fitted to the peaks in docs/results/plan_memory.md. Text that train reads itself comes on top.
 constexpr uint64_t kProcessBytes = 418'000'000;
 
-/// Of a name that may be mistyped: nothing is made for it.
+/// Refuses a path that may be mistyped: no directory is made for it.
 base::Status check_directory(const std::string& path) {
   namespace fs = std::filesystem;
   if (serve::is_remote(path)) {
@@ -122,13 +122,13 @@ base::Status check_flags(const CalibrateFlags& flags) {
   return {};
 }
 
-/// What was measured of this machine's cores. Bytes are state and gradient in: 12 bytes a parameter
-/// and 2, or the little there is of a compressed one.
+/// Rates of this machine's cores, as measured. Bytes are state and gradient in: 12 bytes a
+/// parameter and 2, or the little there is of a compressed one.
 struct CoreRates {
   uint32_t cores = 1;
   double products = 0;  // multiply-adds times two a second; 0: not measured
   double copy_bytes = 0;
-  double loopback_bytes = 0;  // what two ranks here send each other
+  double loopback_bytes = 0;  // bytes that two ranks here send each other
   double update_bytes = 0;
   double expand_bytes = 0;
   SelectRate select;
@@ -289,7 +289,7 @@ base::Result<sim::Machine> measure_machine(const CalibrateFlags& flags, CoreRate
     slots.in_flight_bytes = std::max(slots.in_flight_bytes, in_flight_bytes);
     machine.devices.push_back(std::move(device));
   }
-  // What the engine takes on such drives.
+  // Subgroups, slots and transfers as the engine takes them on such drives.
   sim::Software& software = machine.software;
   software.subgroup_elements = plan::kSubgroupElementsMax;
   slots.slot_bytes = engine::state_bytes(kernels::UpdateRule::kAdamW, base::StateFormat::kF32,

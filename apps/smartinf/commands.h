@@ -20,7 +20,7 @@ inline constexpr int kExitFailed = 1;
 inline constexpr int kExitUsage = 2;
 inline constexpr int kExitInterrupted = 130;
 
-/// What the chosen subcommand does once the command line is parsed; returns an exit code.
+/// The work of the chosen subcommand once the command line is parsed; returns an exit code.
 using Run = std::function<int()>;
 
 /// The dotted flags, taken out of the command line before it is parsed.

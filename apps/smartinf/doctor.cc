@@ -35,7 +35,7 @@ struct Finding {
   std::string advice;
 };
 
-// What the doctor has found, in the order of looking.
+// The doctor's findings, in the order of looking.
 class Report {
  public:
   void ok(std::string topic, std::string value) {
@@ -213,8 +213,8 @@ void look_at_torch(Report& report) {
   }
 }
 
-/// What this very program's sibling with torch measures, as a process of its own: where torch is
-/// broken the doctor still works.
+/// Shows the rate of products, measured by this very program's sibling with torch in a process of
+/// its own: where torch is broken the doctor still works.
 void look_at_products(Report& report) {
   std::error_code failed;
   const auto self = std::filesystem::read_symlink("/proc/self/exe", failed);

@@ -1,4 +1,4 @@
-// What the drives below some paths say of themselves, for a process that runs for long.
+// Facts about the drives below some paths, kept up to date for a process that runs for long.
 #pragma once
 
 #include <chrono>
@@ -17,7 +17,8 @@ class DriveWatch {
  public:
   explicit DriveWatch(std::vector<std::string> paths,
                       std::chrono::seconds every = std::chrono::seconds(60));
-  /// Of the path with this index, as of the last look; empty before the first.
+  /// Facts about the drive of the path with this index, as of the last look; empty before the
+  /// first.
   DriveFacts facts(size_t index) const;
 
  private:

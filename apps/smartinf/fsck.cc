@@ -39,15 +39,15 @@ constexpr uint64_t kFaultsShownMax = 100;
 
 struct CheckedDevice {
   std::string path;
-  Status failure;  // it could not be checked to the end
+  Status failure;  // failure of the check itself, which did not come to its end
   storage::CheckReport report;
   std::vector<StoreFault> faults;  // the first kFaultsShownMax
   uint64_t faults_that_stay() const { return report.faults - report.faults_repaired; }
 };
 
-/// What the devices named say of each other.
+/// The result of comparing the named devices with each other.
 struct Agreement {
-  std::optional<base::StepNumber> step;  // that recovery decides on
+  std::optional<base::StepNumber> step;  // the step that recovery decides on
   Status problem;                        // they cannot be used together
   std::string note;                      // nothing is wrong, but the user should know
 };
@@ -81,7 +81,8 @@ Agreement compare(const engine::DeviceSources& devices) {
   return agreement;
 }
 
-/// What the store carries for the engine and does not look into: without it no run opens.
+/// The fault of the engine's description, which the store carries and does not look into: without
+/// it no run opens.
 std::optional<StoreFault> description_fault(engine::DeviceSource& source) {
   const auto store = source.summarize();
   if (!store.ok() || store->layout.description.empty()) return std::nullopt;

@@ -38,7 +38,7 @@ namespace fs = std::filesystem;
 /// Folders below the one named that are looked into: runs/ -> a run -> checkpoints -> step ->
 /// device.
 constexpr int kDepthMax = 5;
-/// What is being written is touched more often than this, also where locks are not to be had.
+/// Time within which files that are being written are touched, also where locks are not to be had.
 constexpr std::chrono::minutes kQuiet{10};
 constexpr size_t kRunDigits = 8;  // of a run's id, as it is named
 constexpr uintmax_t kRecipeBytesMax = uintmax_t{1} << 20;
@@ -85,7 +85,7 @@ struct Leftover {
   Status failure = {};
 };
 
-/// What was found and stays, with why.
+/// Something that was found and stays, with the reason.
 struct Kept {
   fs::path path;
   uint64_t bytes = 0;
@@ -100,7 +100,7 @@ struct Findings {
 /// Devices that a run's folder or a recipe names, by their canonical path, with what names them.
 using Named = std::map<std::string, std::string>;
 
-/// What a file really takes: reserved space counts, holes do not.
+/// Bytes that a file really takes: reserved space counts, holes do not.
 uint64_t bytes_on_drive(const fs::path& path) {
   struct stat info {};
   if (::stat(path.c_str(), &info) != 0) return 0;

@@ -110,7 +110,7 @@ Status check_prompt(const Tokens& prompt, size_t number, const model::Architectu
                "Make it shorter.");
 }
 
-// What has been said of a text that grows.
+// Shows a text that grows, each part of it once.
 class GrowingText {
  public:
   /// The text so far. last: nothing follows. A last character that may still change waits.
@@ -181,7 +181,7 @@ class Generation {
  private:
   /// All prompts once.
   Status run_sample(const train::DecodeOptions& options) {
-    // Of a conversation only the answer is shown.
+    // The prompts of a conversation are not shown, only the answers.
     shown_ = flags_.chat ? std::vector<Tokens>(prompts_.size()) : prompts_;
     made_.assign(prompts_.size(), {});
     ended_.assign(prompts_.size(), false);
@@ -199,7 +199,7 @@ class Generation {
       if (shows_growth() && shown.ok()) shown = show_growth(/*last=*/false);
     });
     const double seconds = base::seconds_since(begin_ns);
-    // What there is when it was stopped is shown as well.
+    // The tokens that there are when it was stopped are shown as well.
     if (generated.ok() || generated.code() == ErrorCode::kCancelled) {
       SI_RETURN_IF_ERROR(shows_growth() ? show_growth(/*last=*/true) : show_all(options));
     }
@@ -233,7 +233,7 @@ class Generation {
     return prompts_[i].size() + tokens >= options.positions ? "positions" : "interrupt";
   }
 
-  /// What was made behind a prompt: as much of the whole text as begins where the prompt's ends,
+  /// The text made behind a prompt: as much of the whole text as begins where the prompt's ends,
   /// for some tokenizers write a token otherwise where a text begins.
   Result<std::string> new_text(size_t i) {
     Tokens all = prompts_[i];

@@ -30,7 +30,7 @@ struct InspectFlags {
   serve::RemoteOptions remote;
 };
 
-// What the store's layout and the engine's description say, put together.
+// Contents of a device: the store's layout and the engine's description together.
 struct Contents {
   std::string device;  // as named
   storage::StoreSummary store;

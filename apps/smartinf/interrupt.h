@@ -22,8 +22,8 @@ class Interrupt {
   /// `saying` is printed at the first signal.
   explicit Interrupt(
       const char* saying = "stopping at a committed step; press Ctrl-C again to stop at once");
-  /// Of several ranks: whoever started them passes on a signal that they may have got themselves,
-  /// so for two seconds it is the same one.
+  /// Takes a second signal within two seconds for the same one: whoever starts several ranks passes
+  /// on a signal that they may have got themselves.
   void expect_it_twice() { twice_ = true; }
   /// While nothing has begun that could be stopped, the first signal ends the process.
   void end_at_once(bool yes) { at_once_ = yes; }

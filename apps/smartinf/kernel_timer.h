@@ -31,7 +31,7 @@ class KernelTimer {
     std::string rule = {};
     std::string format = {};
     std::string gradient = {};
-    double share = 0;    // that is selected; 0: not a selection
+    double share = 0;    // share that is selected; 0: not a selection
     uint64_t bytes = 0;  // read and written by one run of the kernel
     int warm_up = 1;     // runs that are not timed
   };
@@ -44,7 +44,7 @@ class KernelTimer {
   /// For the triad of a kernel that moves so many bytes. Errors: kOutOfMemory.
   base::Status allocate(uint64_t bytes_max);
 
-  /// What stands before and after the rows.
+  /// Prints what stands before and after the rows.
   void begin() const;
   void end() const;
   /// Calls work(index) for each index below the team's size, on its threads together. `prepare`,

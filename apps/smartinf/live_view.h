@@ -19,7 +19,7 @@ class LiveView {
   /// Whether standard output is a terminal that can be drawn on.
   static bool possible();
 
-  /// Of a run to `steps` that goes on after step `first`.
+  /// A view of a run to `steps` that goes on after step `first`.
   LiveView(uint64_t steps, base::StepNumber first) : steps_(steps), first_(first) {}
 
   /// A step with an update. Draws, at most ten times a second.

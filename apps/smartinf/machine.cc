@@ -229,7 +229,7 @@ void read_drive(DriveFacts& facts, dev_t device) {
   }
   facts.temperature_celsius = temperature_celsius(folder);
   if (facts.is_block_device) {
-    // Of the partition, if it is one; /sys counts in sectors of 512 bytes.
+    // Size of the partition, if it is one; /sys counts in sectors of 512 bytes.
     const auto sectors =
         number_in(fmt::format("/sys/dev/block/{}:{}/size", major(device), minor(device)));
     facts.size_bytes = sectors.value_or(0) * 512;

@@ -1,4 +1,4 @@
-// What Linux says about this machine: memory, cores, drives. Facts only; doctor.cc has the advice.
+// Facts about this machine as Linux tells them: memory, cores, drives. The advice is in doctor.cc.
 #pragma once
 
 #include <chrono>
@@ -21,14 +21,14 @@ struct CpuFacts {
   std::string model;
   uint32_t cores_online = 0;
   uint32_t cores_allowed = 0;          // by this process's affinity
-  std::optional<double> cgroup_cores;  // what the cgroup's quota amounts to
+  std::optional<double> cgroup_cores;  // cores that the cgroup's quota amounts to
   uint32_t numa_nodes = 0;
 };
 CpuFacts cpu_facts();
 
 std::string system_name();  // "Debian GNU/Linux 12 (bookworm), Linux 6.1.0"
 
-/// Of the drive below a path.
+/// Facts about the drive below a path.
 struct DriveFacts {
   std::string path;           // as asked for
   std::string existing_path;  // path, or the nearest folder above it that exists
@@ -37,7 +37,7 @@ struct DriveFacts {
   bool writable = false;
   std::string file_system;  // "ext4"; empty on a block device
   std::string mount_point;
-  std::string source;  // what is mounted there, e.g. "/dev/nvme0n1p2"
+  std::string source;  // the mounted device, e.g. "/dev/nvme0n1p2"
   bool read_only_mount = false;
   uint64_t size_bytes = 0;
   uint64_t free_bytes = 0;        // for this user

@@ -5,7 +5,7 @@
 
 namespace smartinf::apps {
 
-/// Of at least one value.
+/// Median of at least one value.
 inline double median(std::vector<double> values) {
   std::sort(values.begin(), values.end());
   const size_t middle = values.size() / 2;

@@ -116,7 +116,7 @@ int run_metrics(const MetricsFlags& flags) {
     }
     first = false;
     seen = now;
-    // Of a long log the most of the time is left to others.
+    // Sleeps for most of the time where the log is long, so that the machine is left to others.
     std::this_thread::sleep_for(std::max<std::chrono::steady_clock::duration>(
         kLook, 10 * (std::chrono::steady_clock::now() - began)));
   }

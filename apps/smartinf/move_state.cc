@@ -144,7 +144,7 @@ int move_state(const MoveFlags& flags) {
     words += fmt::format(" --device.{}.path {}", i, flags.to[i]);
   }
   if (!flags.format.empty()) words += " --optimizer.format " + flags.format;
-  // It is a run of its own, which no folder knows yet.
+  // The moved run is one of its own, which no folder knows yet.
   words += " --take-over " + moved->run.to_string().substr(0, 8);
   std::printf("to resume it: smartinf train RECIPE%s\n", words.c_str());
   return kExitDone;

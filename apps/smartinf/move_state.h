@@ -1,4 +1,4 @@
-// What `smartinf restore` and `smartinf reshard` have in common: the state of one place brought
+// Moving a state, for `smartinf restore` and `smartinf reshard`: the state of one place is brought
 // onto other devices.
 #pragma once
 
@@ -23,7 +23,7 @@ struct MoveFlags {
   serve::RemoteOptions remote;
 };
 
-/// Those flags that both have.
+/// Adds the flags that both have.
 void add_move_flags(CLI::App& command, MoveFlags& flags);
 
 /// Returns an exit code.

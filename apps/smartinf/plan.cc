@@ -44,7 +44,8 @@ base::Status write_text(const std::string& path, std::string_view text) {
   return {};
 }
 
-/// What stays in memory of a run; null where all weights stay where the model computes.
+/// The part of a run that stays in memory, and the part that streams; null where all weights stay
+/// where the model computes.
 ordered_json streaming_of(const sim::MemoryNeed& need) {
   const plan::TrainingPlan& plan = need.plan;
   if (!plan.streams) return nullptr;

@@ -38,7 +38,7 @@ Result<PythonScript> PythonScript::start(std::string_view script,
   if (output == ScriptOutput::kAnswers) {
     posix_spawn_file_actions_adddup2(&actions, ends[1], STDOUT_FILENO);
   }
-  // Of what our threads block, it blocks nothing.
+  // The child blocks no signals, though our threads do.
   posix_spawnattr_t attributes;
   posix_spawnattr_init(&attributes);
   sigset_t none;

@@ -25,7 +25,7 @@ std::string_view write_tensorboard_script();
 /// plan.html, a static page that draws the plan it is given.
 std::string_view plan_page();
 
-/// What becomes of a script's standard output. kAnswers: read_line() has it.
+/// The way of a script's standard output. kAnswers: read_line() has it.
 enum class ScriptOutput : uint8_t { kShown, kAnswers };
 
 /// A script that runs. Its standard error is ours, and says why it failed. Threads: one caller.
@@ -48,7 +48,7 @@ class PythonScript {
   /// The next line of its answers, without its end; waits for it. Nothing when there is none any
   /// more, because it has ended.
   std::optional<std::string> read_line();
-  /// It has not ended yet.
+  /// Whether the script has not ended yet.
   bool runs() const;
   /// Closes its input and waits for its end. Whether it did its work.
   bool finish();

@@ -17,12 +17,12 @@ namespace smartinf::apps {
 struct Restart {
   uint64_t lost_ns = 0;       // when; 0: nothing is lost
   base::StepNumber step = 0;  // committed by then, at least
-  uint64_t tries = 0;         // that were made since
+  uint64_t tries = 0;         // tries that were made since
 };
 
 /// A device of another machine is lost: it cannot be reached, or has forgotten what it was to keep.
 bool is_lost(const base::Status& why);
-/// Of a try to open the devices again: the next one may be better.
+/// Whether a failed try to open the devices may be followed by a better one.
 bool may_come_again(const base::Status& why);
 
 /// Waits until the next try is due, which the first is at once. Ctrl-C ends the process meanwhile.

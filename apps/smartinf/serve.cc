@@ -37,7 +37,7 @@ using base::Status;
 /// Days before its certificate expires from which a server says so when it starts.
 constexpr int64_t kSoonDays = 30;
 
-/// Of a message in the log, before its control characters are written out.
+/// Bytes of a message in the log at most, before its control characters are written out.
 constexpr size_t kLineBytesMax = 2000;
 
 /// One line of text for each message, of a bounded length, whatever a client has put into it.
@@ -53,7 +53,7 @@ std::string one_line(std::string_view text) {
   return out;
 }
 
-/// Who did what and when, on standard error: the log of a server is all that is left of it.
+/// Writes who did what and when to standard error: the log of a server is all that is left of it.
 void install_server_log() {
   base::set_log_sink([](base::LogLevel level, std::string_view message) {
     if (level == base::LogLevel::kDebug) return;
@@ -63,7 +63,8 @@ void install_server_log() {
   });
 }
 
-/// What is left to the server to choose, and what has to be there before anything is offered.
+/// Fills in what is left to the server to choose, and checks what has to be there before anything
+/// is offered.
 Status complete(ServeFile& file) {
   const auto count = static_cast<uint32_t>(file.devices.size());
   const MemoryFacts memory = memory_facts();
@@ -116,7 +117,7 @@ serve::ServedDevice served(const ServeDevice& device) {
   return result;
 }
 
-/// What was made before by another umask: weights that every user of this machine may read.
+/// Warns of files made before by another umask: weights that every user of this machine may read.
 void warn_of_open_files(const ServeFile& file) {
   for (const ServeDevice& device : file.devices) {
     std::error_code error;

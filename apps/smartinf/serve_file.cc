@@ -32,7 +32,7 @@ void from_file(const std::string& file, std::string& path) {
   path = (std::filesystem::path(file).parent_path() / path).lexically_normal().string();
 }
 
-/// What a URL and a log line can show as it is.
+/// Whether a URL and a log line can show the name as it is.
 bool good_name(std::string_view name) {
   return !name.empty() && name.size() <= 64 &&
          name.find_first_not_of(

@@ -1,4 +1,4 @@
-// What a server and its drives say of themselves, for the metrics page.
+// Figures of a server and its drives, for the metrics page.
 #pragma once
 
 #include <string>

@@ -77,7 +77,7 @@ constexpr std::array kFlags{
          "made again [right]"},
 };
 
-/// Of earlier versions; refused with what to write in its place.
+/// Name of the flag in earlier versions; refused with what to write in its place.
 constexpr const char* kOldOverlapFlag = "--hide";
 
 Status bad_value(std::string_view flag, std::string_view value, std::string advice) {

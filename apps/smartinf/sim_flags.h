@@ -21,7 +21,7 @@ struct SimQuestion {
   sim::StepOptions options;
 };
 
-/// By flag name without dashes: {"model", "gpt2-4.0B"}. What is not set is at its default.
+/// Values by flag name without dashes: {"model", "gpt2-4.0B"}. What is not set is at its default.
 using SimFlags = std::map<std::string, std::string, std::less<>>;
 
 /// Adds the flags to a command; values land in `flags` when it is parsed.

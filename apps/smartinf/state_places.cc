@@ -104,7 +104,7 @@ StateOwner owner_of(const std::string& client_metadata) {
     return {Kind::kTrain, position->folder};
   }
   const nlohmann::json json = base::parse_json(client_metadata);
-  // What the Python package keeps with a step (python/smartinf/lineage.py).
+  // The fields that the Python package keeps with a step (python/smartinf/lineage.py).
   const bool python = json.is_object() && json.contains("branch") && json.contains("updates");
   return {python ? Kind::kPython : Kind::kUnknown, {}};
 }

@@ -1,5 +1,6 @@
-// What a word on the command line of the commands for states stands for: a device, a run's folder
-// with all its devices, or a checkpoint's; a memory budget. And whose state it is that lies there.
+// Places of states, as the commands for states take them on the command line: a device, a run's
+// folder with all its devices, or a checkpoint's; a memory budget. And whose state it is that lies
+// there.
 #pragma once
 
 #include <cstdint>
@@ -36,7 +37,7 @@ base::Status use_checkpoint(const std::string& path, config::Recipe& recipe);
 base::Result<std::vector<std::string>> devices_of(const std::vector<std::string>& words,
                                                   serve::RemoteOptions* remote = nullptr);
 
-/// Who wrote a state, as the client metadata of its step says.
+/// The writer of a state, as the client metadata of its step says.
 struct StateOwner {
   enum class Kind : uint8_t { kUnknown, kTrain, kPython };
   Kind kind = Kind::kUnknown;

@@ -36,7 +36,7 @@ class SyntheticSteps {
                                                             base::DataType weights_type);
 
   const plan::ParameterSpace& space() const { return space_; }
-  /// What is given as the gradient of every engine::kGradientCutElements parameters.
+  /// Values given as the gradient of every engine::kGradientCutElements parameters.
   const std::byte* gradient() const { return gradient_.data(); }
   /// Writes values like those of a model's weights; for a fresh updater.
   base::Status initialize(engine::Updater& updater) const;

@@ -32,8 +32,8 @@ class TokenData {
             const std::stop_token& stop)
       : options_(options), tokenizer_(std::move(tokenizer)), quiet_(quiet), stop_(stop) {}
 
-  /// Those of `paths` that are no token files become one. key: for messages. of_run: what the
-  /// script is to know of the run (its --for-recipe).
+  /// Replaces those of `paths` that are no token files by one that is made of them. key: for
+  /// messages. of_run: what the script is to know of the run (its --for-recipe).
   Status replace(const std::string& key, const std::string& name, const std::string& of_run,
                  std::vector<std::string>& paths) {
     std::vector<std::string> texts;
@@ -108,7 +108,7 @@ Status make_token_data(config::Recipe& recipe, bool start_over, bool quiet,
   SI_ASSIGN_OR_RETURN(std::vector<train::EvaluationSet> sets, train::evaluation_sets(data));
   data.evaluation.clear();
   for (size_t i = 0; i < sets.size(); ++i) {
-    // What is only evaluated may change.
+    // Data that is only evaluated may change.
     SI_RETURN_IF_ERROR(
         made.replace("data.evaluation", fmt::format("evaluation-{}", i + 1), "new", sets[i].paths));
     for (const std::string& path : sets[i].paths) {

@@ -22,7 +22,7 @@ namespace {
 using base::ErrorCode;
 using base::Status;
 
-/// Of a thread, and what systems give it: torch's kernels need some hundred KiB, and end the
+/// Stacks of a thread, and what systems give it: torch's kernels need some hundred KiB, and end the
 /// process where they are not there.
 constexpr rlim_t kStackLeast = rlim_t{1} << 20;
 constexpr rlim_t kStackUsual = rlim_t{8} << 20;

@@ -47,7 +47,7 @@ std::string by_kind(const std::array<uint64_t, base::kTrafficKinds>& bytes, uint
   return text.empty() ? base::format_bytes(0) : text;
 }
 
-// What a run says: for people, with a live view on a terminal, or as JSON lines.
+// The output of a run: for people, with a live view on a terminal, or as JSON lines.
 class Screen {
  public:
   /// silent: of another rank than the first.
@@ -100,7 +100,7 @@ class Screen {
     store_ += traffic.store;
   }
 
-  /// What was the same in every step, once, at the end.
+  /// Prints what was the same in every step, once, at the end.
   void totals() {
     if (json_ || reports_ == 0) return;
     print(fmt::format(
@@ -219,19 +219,19 @@ class Screen {
   uint64_t log_every_;
   base::StepNumber first_;
   uint64_t start_ns_ = base::now_ns();
-  // Of all steps of this start.
+  // Sums over all steps of this start.
   uint64_t reports_ = 0;
   uint64_t compressed_bytes_ = 0;
   base::TrafficReading host_link_;
   base::TrafficReading store_;
 };
 
-// What the model makes of train.sample_prompts, at each validation.
+// The model's continuations of train.sample_prompts, at each validation.
 class Samples {
  public:
   explicit Samples(const train::Ranks& ranks) : ranks_(ranks) {}
 
-  /// What cannot be sampled costs the run nothing: a warning says why.
+  /// Opens the prompts. A failure costs the run nothing: a warning says why.
   void open(const Trainer& trainer) {
     const train::TrainOptions& options = trainer.options().train;
     if (options.sample_prompts.empty() || options.sample_tokens == 0) return;
@@ -254,7 +254,7 @@ class Samples {
 
   Status show(Trainer& trainer, Screen& screen, const Interrupt& interrupt) {
     if (!wanted_) return Status();
-    // Of several ranks all take part, and the first one's prompts count.
+    // Ranks all take part, and the first one's prompts count.
     const bool go_on = codec_ && !interrupt.requested();
     if (ranks_.alone() && !go_on) return Status();
     const auto prompts = go_on ? std::span(std::as_const(prompts_)) : std::span<const Tokens>();
@@ -327,7 +327,7 @@ Status validate(Training& training) {
   return keep_checkpoint(training, made.loss);
 }
 
-/// Of the devices that this rank drives: another's path may be something else here.
+/// Shows the wear of the drives of this rank's devices: another's path may be something else here.
 void show_wear(const train::Job& job, Screen& screen) {
   if (job.options.train.where == train::OptimizerWhere::kMemory) return;
   const auto sources = engine::local_sources(job.updater);
@@ -359,7 +359,7 @@ Status train_steps(Training& training, csd::Trace* trace) {
   return Status();
 }
 
-/// What another recipe would do than the one that the run's folder has kept until now.
+/// Keys whose values differ from those of the recipe that the run's folder has kept until now.
 std::vector<config::KeyChange> changes_of(const config::LoadedRecipe& loaded) {
   const std::string& run = loaded.recipe.options.train.run;
   if (!has_begun(run)) return {};
@@ -433,8 +433,8 @@ int print_plan(config::LoadedRecipe& loaded, bool start_over) {
   return kExitDone;
 }
 
-/// What the trainer does, recorded for a file; null: nothing is. Checked up front, not after the
-/// last step.
+/// Opens a record of what the trainer does, for a file; null: nothing is recorded. Checked up
+/// front, not after the last step.
 Result<std::shared_ptr<csd::Trace>> open_trace(const std::string& path) {
   if (path.empty()) return std::shared_ptr<csd::Trace>();
   auto trace = std::make_shared<csd::Trace>();

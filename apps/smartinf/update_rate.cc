@@ -61,7 +61,7 @@ std::vector<std::byte> sparse_message(const compress::CompressOptions& compress)
     values.push_back(random >> 63 == 0 ? 1e-3f : -1e-3f);
   }
   compress::CompressedWriter writer;
-  // Of a matrix whose columns are decoded for every block.
+  // A matrix whose columns are decoded for every block.
   constexpr uint64_t kRows = kBlocks * kBlock / kMatrixColumns;
   writer.begin(base::SubgroupId{0}, kBlocks * kBlock, compress.values,
                {.values = std::vector<float>(kRows + kMatrixColumns, 1.0f),
@@ -112,7 +112,7 @@ class ProcessorPass {
       }
     }
   }
-  /// Of all that was seen, so that it is computed.
+  /// Digest of all that was seen, so that it is computed.
   uint64_t seen() const { return seen_; }
 
  private:

@@ -1,5 +1,5 @@
-// What the simulator has to know about an update of this engine: its bytes, and how fast this machine's
-// cores do its work.
+// Bytes and rates of an update of this engine, for the simulator: what it moves, and how fast this
+// machine's cores do its work.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,7 @@ namespace smartinf::apps {
 // Each is the median of five passes of some ten milliseconds, over buffers beyond the caches.
 // Errors: kOutOfMemory.
 
-/// What a processor does with a block of AdamW's state, a bf16 gradient and bf16 weights out.
+/// The work of a processor on a block of AdamW's state, with a bf16 gradient and bf16 weights out.
 struct ProcessorWork {
   base::StateFormat format = base::StateFormat::kF32;
   bool checksums = false;  // every block is verified and sealed

@@ -8,7 +8,7 @@
 
 namespace smartinf::apps {
 
-/// What the drive says of its wear, e.g. "3% of its rated life used, 1.2 TiB written (by nvme)".
+/// The wear that the drive reports, e.g. "3% of its rated life used, 1.2 TiB written (by nvme)".
 /// Empty when it does not say.
 std::string drive_wear_text(const DriveFacts& drive);
 

@@ -28,7 +28,7 @@ constexpr const char* kHelp =
     "1000000 unless given; PART is part of the card's name (xbutil examine) where there are "
     "more.\n";
 
-/// What the file's name says.
+/// Choice that the file's name says.
 struct Choice {
   std::string rule;
   std::string gradient;

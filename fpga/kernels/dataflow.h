@@ -36,7 +36,7 @@
 namespace smartinf {
 namespace fpga {
 
-/// What memory gives in one access.
+/// Word that memory gives in one access.
 typedef ap_uint<512> Word;
 
 static const int kLanes = 16;                     // f32 or u32 in a word

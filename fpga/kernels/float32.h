@@ -63,12 +63,12 @@ class Float32 {
     int exponent;
   };
 
-  /// Of the same order as the numbers.
+  /// The number as an integer of the same order as the numbers.
   int32_t ordered() const {
     return negative() ? -static_cast<int32_t>(bits_ & kMagnitude)
                       : static_cast<int32_t>(bits_ & kMagnitude);
   }
-  /// Of a denormal: exponent 1, and no hidden bit.
+  /// Parts of the number. A denormal has exponent 1, and no hidden bit.
   Parts parts() const {
     const int exponent = static_cast<int>(bits_ >> 23 & 0xff);
     const Parts found = {(bits_ & (kHidden - 1)) | (exponent != 0 ? kHidden : 0),

@@ -1,4 +1,4 @@
-// What the host and the kernels say to each other: names, numbers and tables of one call for one
+// Interface between the host and the kernels: names, numbers and tables of one call for one
 // subgroup. Planes and gradients lie in the card's memory from a multiple of 64 bytes on, in whole
 // words; what lies behind the last element keeps its bits.
 #pragma once
@@ -29,7 +29,7 @@ static const uint32_t kWeightsBf16 = 2;
 //         of what was read with what it knows, and drops what was written if one is wrong.
 static const int kSkipLane = 1;  // of RuleScalars: skip
 
-// What a gradient kernel found, in lane 0 of a word. The words of the gradient have come in any
+// Findings of a gradient kernel, in lane 0 of a word. The words of the gradient have come in any
 // case; where the status is not kStatusOk the host drops the step.
 static const uint32_t kStatusOk = 0;
 static const uint32_t kStatusDisorder = 1;  // indices that do not ascend, or lie beyond the end

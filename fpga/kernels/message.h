@@ -27,7 +27,7 @@ struct Extent {
   uint8_t width;    // of a field, in bits; 0: the fields are zeros that take no room
 };
 
-/// What the decoder knows of a block.
+/// Head of a block, as the decoder knows it.
 struct BlockHead {
   uint32_t first;  // element
   uint32_t elements;

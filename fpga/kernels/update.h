@@ -23,7 +23,7 @@ struct Beat {
   bool last;
 };
 
-/// What is to be done with each word. Where the spans hold fewer elements than there are, the
+/// Plans what is to be done with each word. Where the spans hold fewer elements than there are, the
 /// others stay as they are.
 inline void plan_beats(const Word* spans, uint32_t span_count, uint32_t count,
                        hls::stream<Word>& scalars, hls::stream<Beat>& beats) {

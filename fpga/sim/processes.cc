@@ -79,7 +79,7 @@ void Simulation::enter() {
 void Simulation::back_to_run() {
   Process* const process = self_;
 #if defined(__SANITIZE_ADDRESS__)
-  // What main's stack is, is known again when it is entered.
+  // The stack of main is known again when main is entered.
   void* fake = nullptr;
   __sanitizer_start_switch_fiber(process->ended ? nullptr : &fake, main_.uc_stack.ss_sp,
                                  main_.uc_stack.ss_size);

@@ -16,11 +16,11 @@ namespace software {
 
 struct Options {
   uint64_t seed = 1;
-  /// Of every so many accesses to a stream one stalls its process at random; 0: none does.
+  /// Number of accesses to a stream of which one stalls its process at random; 0: none does.
   uint32_t stall_one_in = 0;
   /// Depth of every stream; 0: what the kernel says.
   int stream_depth = 0;
-  /// Of the card's memory, which all ports share; 0: no limit.
+  /// Words per cycle of the card's memory, which all ports share; 0: no limit.
   double memory_words_per_cycle = 0;
 };
 
@@ -32,8 +32,8 @@ class Simulation {
 
   /// Before run(), or from a process.
   void start(const std::string& name, std::function<void()> body);
-  /// What every process waits for when none could go on; empty when all have ended. Processes that
-  /// have not ended are given up with all that is on their stacks.
+  /// Runs the processes. Returns what every process waits for when none could go on; empty when all
+  /// have ended. Processes that have not ended are given up with all that is on their stacks.
   std::string run();
 
   /// The run that this thread is in, for streams and regions.

@@ -11,7 +11,7 @@ namespace smartinf::fpga {
 namespace {
 
 float native(uint32_t bits) { return std::bit_cast<float>(bits); }
-/// Whatever NaN a processor makes, the rules end with one.
+/// The one NaN with which the rules end, whatever NaN a processor makes.
 uint32_t canonical(float value) {
   return std::isnan(value) ? 0x7fc00000u : std::bit_cast<uint32_t>(value);
 }

@@ -125,7 +125,7 @@ std::vector<std::byte> make_message(uint32_t count, double density, ValueEncodin
   return {message.begin(), message.end()};
 }
 
-/// What the decompressor says, or what the run said instead.
+/// Status of the decompressor for a message; the run itself is expected to say nothing.
 uint32_t update_by_message(Subgroup& card, const Step& step, std::span<const std::byte> message,
                            const software::Options& options) {
   std::vector<Word> memory = words_of(message.data(), message.size());

@@ -87,7 +87,7 @@ Subgroup::Subgroup(UpdateRule rule, uint32_t elements, uint64_t seed, bool edges
       if (variance && !edges) bits &= 0x7fffffffu;
       std::memcpy(bytes_of(planes[p]) + 4 * uint64_t{i}, &bits, 4);
     }
-    // What lies behind a plane keeps its bits.
+    // Bytes behind a plane keep their values.
     for (size_t byte = 4 * uint64_t{count}; byte < sizeof(Word) * planes[p].size(); ++byte) {
       bytes_of(planes[p])[byte] = static_cast<uint8_t>(random());
     }

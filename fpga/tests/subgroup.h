@@ -28,7 +28,7 @@ struct Step {
   uint64_t checksum_seed = 5;
 };
 
-/// What the host tells an update kernel beside the planes (job.h).
+/// Tables that the host gives an update kernel beside the planes (job.h).
 struct CardTables {
   std::vector<Word> spans;
   std::vector<Word> seeds;
@@ -45,7 +45,7 @@ class Subgroup {
   /// Numbers of all magnitudes, NaN, infinities and denormals among them where `edges`.
   Subgroup(kernels::UpdateRule rule, uint32_t count, uint64_t seed, bool edges);
 
-  /// Of a step, and room for its weights and its report.
+  /// Prepares a step: its tables, and room for its weights and its report.
   CardTables prepare(const Step& step);
   /// One step on the card, in place. What the run said, empty when all was well.
   std::string update_on_card(const Step& step, const GradientKernel& gradient,

@@ -1,4 +1,4 @@
-// What the module's functions are given, checked.
+// Arguments of the module's functions, checked.
 #pragma once
 
 #include <string>

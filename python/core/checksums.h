@@ -6,8 +6,8 @@
 
 namespace smartinf::python {
 
-/// Of each range of bytes one number that its content decides. Ranges are read by several threads
-/// where that is worth it. The GIL need not be held.
+/// Checksums: one number for each range of bytes, decided by its content. Ranges are read by
+/// several threads where that is worth it. The GIL need not be held.
 std::vector<uint64_t> checksums(const std::vector<uintptr_t>& addresses,
                                 const std::vector<uint64_t>& sizes);
 

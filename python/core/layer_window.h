@@ -41,7 +41,7 @@ class PyLayerWindow {
   void source_closes() { window_.reset(); }
 
  private:
-  /// Of the source, while the window is open.
+  /// Runs `work` on the source's thread, while the window is open.
   void run(const std::function<void()>& work);
   void check_unit(uint32_t unit) const;
 

@@ -33,7 +33,7 @@ Status status_of(nb::handle error) {
   }
   const std::string code = nb::cast<std::string>(error.attr("code"));
   const std::string advice = nb::cast<std::string>(error.attr("advice"));
-  // What the core has made ends with its advice, which is added again.
+  // A text that the core has made ends with its advice, which is added again.
   if (const size_t at = text.rfind(advice); !advice.empty() && at != std::string::npos) {
     text.resize(at);
     while (!text.empty() && (text.back() == ' ' || text.back() == '.')) text.pop_back();

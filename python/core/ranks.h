@@ -37,7 +37,7 @@ class PyRanks final : public engine::Collectives {
   void failed(const base::Status& why) override;
 
  private:
-  /// What ends the program (KeyboardInterrupt) goes on its way once the engine has returned.
+  /// Raises what ends the program (KeyboardInterrupt) once the engine has returned.
   void raise_interrupt();
 
   const uint32_t rank_;

@@ -22,7 +22,7 @@ class PySpool {
  public:
   /// Over directories of its own.
   explicit PySpool(const engine::UpdaterOptions& options);
-  /// Of an updater, which calls close() before it ends.
+  /// The spool of an updater, which calls close() before it ends.
   explicit PySpool(engine::Spool& spool);
   ~PySpool();
   PySpool(const PySpool&) = delete;

@@ -22,13 +22,13 @@ namespace smartinf::python {
 
 /// The options of an updater by their names there.
 engine::UpdaterOptions updater_options(const nanobind::dict& given);
-/// Of devices of other machines, by their names there.
+/// Options for devices of other machines, by their names there.
 serve::RemoteOptions remote_options(const nanobind::dict& given);
 
 /// The option "compress" with what it leaves out. Errors: as those of an Updater.
 nanobind::dict compress_options(const nanobind::dict& given);
 
-/// What the first of some devices with a state holds.
+/// The state that the first of some devices holds that has one.
 struct StoredState {
   std::vector<std::pair<std::string, std::vector<uint64_t>>> parameters;  // names and shapes
   bool gradient_room = false;      // for gradients that do not fit in memory

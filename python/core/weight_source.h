@@ -1,5 +1,5 @@
-// What the module's classes have in common that bring weights: a thread that calls the core, the
-// layer windows over them, and no harm from fork.
+// Base of the module's classes that bring weights: a thread that calls the core, the layer windows
+// over them, and no harm from fork.
 #pragma once
 
 #include <cstdint>

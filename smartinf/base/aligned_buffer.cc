@@ -13,7 +13,7 @@ namespace smartinf::base {
 Result<AlignedBuffer> AlignedBuffer::allocate(uint64_t size_bytes, uint64_t alignment) {
   if (size_bytes == 0) return AlignedBuffer();
   const uint64_t mapped = round_up(size_bytes, kPageBytes);
-  // What lies before and behind the aligned part is given back.
+  // Gives back the memory before and behind the aligned part.
   const uint64_t spare = alignment - kPageBytes;
   void* memory =
       mmap(nullptr, mapped + spare, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);

@@ -55,7 +55,7 @@ class Encoder {
   void put(const Choice<E>& choice) {
     put(static_cast<uint8_t>(choice.value));
   }
-  /// Of what is compared only: no Decoder takes one without its bound.
+  /// Encodes an enumeration that is compared only: no Decoder takes one without its bound.
   template <typename E>
   requires(std::is_enum_v<E>) void put(E value) { put(static_cast<uint64_t>(value)); }
   void put(std::string_view text) {
@@ -122,7 +122,7 @@ class Decoder {
     ok_ = false;
     left_ = {};
   }
-  /// What follows is not known here.
+  /// Leaves out the rest, which is not known here.
   void skip_rest() { left_ = {}; }
 
  private:

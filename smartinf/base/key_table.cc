@@ -83,7 +83,7 @@ Status set_whole(const Field& field, T* out, std::string_view text) {
   T value{};
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
   if (error != std::errc() || end != text.data() + text.size()) return refuse(field, text);
-  // What a recipe file can hold; so every value can be printed and read again.
+  // A recipe file can hold no more; so every value can be printed and read again.
   if (uint64_t{value} > static_cast<uint64_t>(INT64_MAX)) return refuse(field, text);
   *out = value;
   return Status();

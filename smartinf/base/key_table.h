@@ -90,7 +90,7 @@ struct TomlTable {
   std::vector<Key> keys;
 };
 
-/// What stands at the top of a file.
+/// An entry at the top of a file.
 struct TomlEntry {
   enum class Kind : uint8_t { kValue, kTable, kTables };
   std::string name;
@@ -111,7 +111,7 @@ class KeyReader {
  public:
   explicit KeyReader(std::string path) : path_(std::move(path)) {}
 
-  /// What is at the top of the text, in order; nothing where it is no TOML, which is a problem.
+  /// Entries at the top of the text, in order; nothing where it is no TOML, which is a problem.
   std::vector<TomlEntry> parse(std::string_view text);
   void problem(const TomlPlace& at, std::string_view text);
   void problem(std::string text);

@@ -46,7 +46,7 @@ ErrorCode code_of_errno(int system_errno) {
   }
 }
 
-/// Of each part of an error that is shown.
+/// Bytes of each part of an error that are shown, at most.
 constexpr size_t kShownBytesMax = 4096;
 
 /// Names in it may come from a file or a server that is somebody else's: a terminal must not obey

@@ -59,7 +59,7 @@ class [[nodiscard]] Status {
   bool ok() const { return detail_ == nullptr; }
   explicit operator bool() const { return ok(); }
   ErrorCode code() const { return detail_ ? detail_->code : ErrorCode::kOk; }
-  /// What failed, without place or advice. Empty when ok.
+  /// The failure, without place or advice. Empty when ok.
   const std::string& what() const;
   const std::string& advice() const;
   const ErrorPlace& place() const;

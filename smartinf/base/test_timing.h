@@ -1,6 +1,5 @@
-// What a test says about time. A busy machine can make anything late, so upper bounds on seconds
-// are only checked where somebody asks for them: SMARTINF_TEST_TIMING=1, as scripts/nightly.sh
-// does.
+// Time in tests. A busy machine can make anything late, so upper bounds on seconds are only checked
+// where somebody asks for them: SMARTINF_TEST_TIMING=1, as scripts/nightly.sh does.
 #pragma once
 
 #include <cstdlib>

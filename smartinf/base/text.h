@@ -19,8 +19,8 @@ bool json_depth_ok(std::string_view text);
 /// it.
 uint64_t json_keys(std::string_view text);
 
-/// What JSON text stands for, without exceptions: discarded (is_discarded()) where it is not JSON
-/// or deeper than kJsonDepthMax.
+/// The value of JSON text, without exceptions: discarded (is_discarded()) where it is not JSON or
+/// deeper than kJsonDepthMax.
 nlohmann::json parse_json(std::string_view text);
 
 /// Whether a name can be shown as it is: no control characters, by which a terminal could be made

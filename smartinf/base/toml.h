@@ -2,7 +2,7 @@
 // right. For .cc files that read TOML; TOML_EXCEPTIONS is theirs to set before.
 #pragma once
 
-// It asserts on some malformed text that it refuses without assertions.
+// TOML_ASSERT is empty: toml++ asserts on some malformed text that it refuses without assertions.
 #define TOML_ASSERT(expr) static_assert(true)
 
 // When it looks for white space it takes characters from U+00A1 to U+0499 for impossible, so an

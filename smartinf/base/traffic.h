@@ -8,7 +8,7 @@
 
 namespace smartinf::base {
 
-/// What the bytes were for.
+/// The purpose of the bytes.
 enum class TrafficKind : uint8_t {
   kState = 0,
   kGradient = 1,
@@ -54,7 +54,7 @@ struct TrafficReading {
     }
     return *this;
   }
-  /// What passed between an earlier reading and this one.
+  /// The traffic between an earlier reading and this one.
   TrafficReading since(const TrafficReading& earlier) const {
     TrafficReading delta = *this;
     for (size_t i = 0; i < kTrafficKinds; ++i) {

@@ -12,7 +12,7 @@ namespace smartinf::base {
 
 namespace {
 
-/// Of a user by name, or of this one. Empty: there is none.
+/// Home directory of a user by name, or of this one. Empty: there is none.
 std::string home_of(const std::string& user) {
   if (user.empty()) {
     if (const char* home = std::getenv("HOME"); home != nullptr && *home != '\0') return home;

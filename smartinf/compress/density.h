@@ -9,7 +9,8 @@
 
 namespace smartinf::compress {
 
-/// What is sent of gradients and what becomes of the rest, for people: one line. on() (SI_CHECK).
+/// One line for people about the elements that are sent of gradients, and what becomes of the rest.
+/// on() (SI_CHECK).
 std::string describe_compression(const CompressOptions& options);
 
 /// Elements that a block of `elements` sends at this density. At least one.

@@ -184,7 +184,7 @@ size_t GradientCompressor::compress_in_stages(Scratch& scratch, CompressedWriter
   if (residual_ == nullptr) return sent;
 
   for (size_t i = 0; i < sent; ++i) {
-    // What rounding the sent value took away is not lost either.
+    // The rounding error of the sent value is not lost either.
     values[scratch.indices[i]] -= arrived[i];
   }
   // Stochastic rounding, so that a residual of many steps is right on average: a gradient below

@@ -25,9 +25,9 @@
 
 namespace smartinf::compress {
 
-/// What a step sent.
+/// Counts of a step's compression.
 struct CompressionSummary {
-  uint64_t elements = 0;     // that took part
+  uint64_t elements = 0;     // elements that took part
   uint64_t values = 0;       // sent of them
   uint64_t bytes = 0;        // of messages
   double density = 0;        // of the step: CompressOptions::density or the warm-up's
@@ -122,7 +122,7 @@ class GradientCompressor {
   base::AlignedBuffer memory_;
   base::Bf16* gradient_ = nullptr;  // [elements]; becomes the new residual, block by block
   base::Bf16* residual_ = nullptr;  // [elements] of the committed step; null without feedback
-  // Of the step in progress.
+  // State of the step in progress.
   base::StepNumber step_ = 0;
   float scale_ = 1;
   double density_ = 0;

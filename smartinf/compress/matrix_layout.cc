@@ -22,7 +22,8 @@ Joined join(std::span<const uint64_t> shape) {
   return best;
 }
 
-/// Of the trailing dimensions alone, as many matrices as there may be.
+/// The matrix of the trailing dimensions alone, of which the range is a stack of as many as there
+/// may be.
 Joined matrix_of(const plan::ParameterRange& range) {
   for (size_t outer = range.shape.size(); outer-- > 1;) {
     const Joined matrix = join(std::span(range.shape).subspan(outer));

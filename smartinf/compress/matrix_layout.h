@@ -88,7 +88,7 @@ struct MatrixPart {
   }
 };
 
-/// What lies in [first, first + count) of a matrix that reaches into it.
+/// Returns the part of a matrix that lies in [first, first + count); the matrix reaches into it.
 inline MatrixPart part_of(const MatrixLayout& matrix, uint64_t first, uint64_t count) {
   const uint64_t from = std::max(first, matrix.first);
   return {matrix, from, std::min(first + count, matrix.end()) - from};
@@ -150,7 +150,7 @@ struct MatrixSamples {
   }
 
  private:
-  /// Of the matrix's first elements.
+  /// Samples among the matrix's first elements.
   uint64_t up_to(uint64_t elements) const {
     const uint64_t whole = elements / matrix.columns;
     const uint64_t rest = elements % matrix.columns;
@@ -173,7 +173,7 @@ struct MatrixSamples {
 
 /// Samples of all matrices.
 uint64_t sample_count(std::span<const MatrixLayout> matrices);
-/// Of them, those of [first, first + count).
+/// Number of samples in [first, first + count).
 uint64_t samples_in(std::span<const MatrixLayout> matrices, uint64_t first, uint64_t count);
 /// Rounds to their places in `samples` those of a span of the space that begins at `first`.
 /// Shapes: values: [n]; samples: [sample_count(matrices)]. Threads: safe on disjoint spans.

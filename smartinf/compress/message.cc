@@ -124,7 +124,7 @@ void CompressedWriter::append_factors(const RowColumnFactors& factors) {
     const uint32_t scale = (exponent - kFactorExponents) << kFactorMantissaBits;
     for (const float value : values) {
       const uint32_t bits = factor_bits(value);
-      // What is not 0, but below the scale, is its smallest.
+      // Values that are not 0, but below the scale, become the smallest code.
       *code++ = static_cast<std::byte>(bits == 0 ? 0 : bits > scale ? bits - scale : 1);
     }
     const FactorRun run{{count, exponent}};

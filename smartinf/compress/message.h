@@ -37,7 +37,7 @@ constexpr base::EnumNames enum_names(ValueEncoding) { return kValueEncodingNames
 constexpr std::string_view value_encoding_name(ValueEncoding encoding) {
   return base::enum_name(encoding);
 }
-/// What a device sees them as.
+/// Type that a device sees the values as.
 constexpr base::DataType expanded_type(ValueEncoding encoding) {
   switch (encoding) {
     case ValueEncoding::kF32:
@@ -94,7 +94,7 @@ struct FactorRun {
 static_assert(sizeof(FactorRun) == 4);
 /// One of its rows, one of its columns.
 inline constexpr uint64_t kFactorRunsPerMatrix = 2;
-/// What factors take in a message.
+/// Bytes of factors in a message.
 constexpr uint64_t factors_bytes(uint64_t factors, uint64_t runs) {
   return factors + runs * sizeof(FactorRun);
 }
@@ -176,7 +176,7 @@ class CompressedView {
   /// Borrows `message`, which need not be aligned. Errors: kMismatch for another version, else
   /// kCorrupt; both say what is wrong, and nothing was written anywhere.
   static base::Result<CompressedView> parse(std::span<const std::byte> message);
-  /// Of bytes that parse() has accepted.
+  /// A view of bytes that parse() has accepted.
   static CompressedView trusted(std::span<const std::byte> message);
 
   base::SubgroupId subgroup() const { return base::SubgroupId{header_.subgroup}; }

@@ -285,7 +285,7 @@ void refused(std::span<const std::byte> message, size_t offset, uint64_t value, 
   EXPECT_NE(view.status().what().find(why), std::string::npos) << view.status().to_string();
 }
 
-/// What a right checksum does not make right.
+/// A message with a right checksum can still be wrong.
 TEST(CompressedGradient, RefusesWhatIsSealedButWrong) {
   const auto message =
       encode(random_gradient(2 * kBlockElements, 0.01, ValueEncoding::kBf16, 0, 3));

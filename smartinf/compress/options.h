@@ -1,4 +1,4 @@
-// What is compressed of gradients, and how.
+// Options of the compression of gradients.
 #pragma once
 
 #include <cstdint>
@@ -14,10 +14,10 @@ struct CompressOptions {
   /// 0: gradients are sent dense, of UpdaterOptions::gradient_type.
   double density = 0;
   ValueEncoding values = ValueEncoding::kSign;
-  /// What is not sent waits in host memory, as bf16, and is added to the next gradient (error
-  /// feedback); the rule's second moment takes the dense gradient's, by row and column, and weights
-  /// come up as if what waits had arrived (kernels::step_ahead). false: Top-K alone, as in the
-  /// paper; what is not sent is lost.
+  /// Whether what is not sent waits in host memory, as bf16, and is added to the next gradient
+  /// (error feedback); the rule's second moment takes the dense gradient's, by row and column, and
+  /// weights come up as if what waits had arrived (kernels::step_ahead). false: Top-K alone, as in
+  /// the paper; what is not sent is lost.
   bool error_feedback = true;
   /// Steps between writes of the residual to the devices (2 bytes a parameter over the host link
   /// each time); 1: a crash loses nothing of it. 0: never.
@@ -25,8 +25,8 @@ struct CompressOptions {
   uint64_t warmup_steps = 0;  // the density falls from 0.25 to its value
 
   bool on() const { return density > 0; }
-  /// What `values` are unless something is said of them. Without error feedback nothing makes up
-  /// for what the one magnitude of signs is too large or too small.
+  /// Default of `values`. Without error feedback nothing makes up for what the one magnitude of
+  /// signs is too large or too small.
   ValueEncoding default_values() const {
     return error_feedback ? ValueEncoding::kSign : ValueEncoding::kBf16;
   }

@@ -12,7 +12,7 @@
 
 namespace smartinf::compress {
 
-/// What both sides know of a block's gaps.
+/// Properties of a block's gaps that both sides know.
 struct RiceParameters {
   unsigned low_bits = 0;   // of a gap that are written as they are, at most kGapLowBitsMax
   unsigned sign_bits = 0;  // 1 where signs are written too
@@ -23,8 +23,8 @@ struct RiceParameters {
 };
 inline constexpr unsigned kGapLowBitsMax = 16;
 
-/// What is best for so many values. Gaps between k values among n elements are close to geometric
-/// with mean n / k, for which this is within a few hundredths of a bit of the best.
+/// The best number of low bits for so many values. Gaps between k values among n elements are close
+/// to geometric with mean n / k, for which this is within a few hundredths of a bit of the best.
 unsigned gap_low_bits(uint64_t elements, uint64_t values);
 /// No block of so many elements with at most so many values has longer gaps.
 uint64_t rice_bytes_max(uint64_t elements, uint64_t values, unsigned sign_bits);

@@ -11,7 +11,7 @@ namespace {
 
 using Values = std::vector<std::pair<uint64_t, uint64_t>>;  // index and sign
 
-/// By the grammar of docs/format.md, a bit at a time. Nothing where the bytes break it.
+/// Reads by the grammar of docs/format.md, a bit at a time. Nothing where the bytes break it.
 std::optional<Values> read_slowly(std::span<const std::byte> bytes,
                                   const RiceParameters& parameters) {
   uint64_t at = 0;
@@ -136,7 +136,7 @@ TEST(GapCode, TakesNoDamageThatTheGrammarDoesNot) {
   }
 }
 
-/// Of blocks with one long gap, and of such with gaps of one length.
+/// Blocks with one long gap, and such with gaps of one length, keep the bound.
 TEST(GapCode, NoneIsLongerThanItsBound) {
   for (uint64_t elements = 1; elements <= 70; ++elements) {
     for (uint64_t most = 1; most <= elements; ++most) {

@@ -15,7 +15,7 @@ float factor(double mean) {
   return mean >= 0 ? static_cast<float>(mean) : std::numeric_limits<float>::infinity();
 }
 
-/// What is not 0 becomes at least the largest over 2^29, so that the bytes of any part of them
+/// Raises what is not 0 to at least the largest over 2^29, so that the bytes of any part of them
 /// (FactorRun) say the same of each.
 void hold_together(std::span<float> means) {
   constexpr float kRange = 0x1p-29f;

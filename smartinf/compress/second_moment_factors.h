@@ -23,11 +23,11 @@ class SecondMomentFactors {
  public:
   explicit SecondMomentFactors(std::vector<MatrixLayout> matrices);
 
-  /// Of scale * gradient, by a team of threads; what it finds does not depend on how many.
-  /// gradient: of the whole space. Matrices that reach into skipped spans have squares of 0.
+  /// Finds the factors of scale * gradient, by a team of threads; the result does not depend on how
+  /// many. gradient: of the whole space. Matrices that reach into skipped spans have squares of 0.
   void find(const base::Bf16* gradient, float scale, std::span<const plan::GroupSpan> skipped,
             base::ThreadTeam& team);
-  /// What a message of the subgroup says of them, behind what is in `out`.
+  /// Appends the factors that a message of the subgroup carries to what is in `out`.
   void append(const plan::Subgroup& subgroup, RowColumnFactors& out) const;
 
   std::span<const MatrixLayout> matrices() const { return matrices_; }

@@ -140,7 +140,7 @@ TEST(SecondMomentFactors, OfGroupsThatSitOutAreNone) {
   }
 }
 
-/// What is no number, or beyond f32, leaves no factor that a message could not hold.
+/// A gradient that is no number, or beyond f32, leaves no factor that a message could not hold.
 TEST(SecondMomentFactors, AreNumbersWhateverTheGradientIs) {
   plan::ParameterSpace space;
   ASSERT_TRUE(space.add("matrix", {60, 50}, 0).ok());

@@ -40,7 +40,8 @@ void StepAheadWeights::find_roots(size_t index) {
     rows[r] = 0;
     for (uint64_t s = 0; s < samples.sampled_columns(); ++s) rows[r] += base::to_f32(row[s]);
   }
-  // What is in both: rows * columns / both is exact where every variance is such a product.
+  // The sum of the samples that are in both: rows * columns / both is exact where every variance is
+  // such a product.
   float both = 0;
   for (uint64_t s = 0; s < samples.sampled_columns(); ++s) both += columns[samples.column(s)];
   if (!(both > 0)) {

@@ -27,7 +27,7 @@ class StepAheadWeights {
   /// Samples of variances that were read. first: in the space.
   void take(uint64_t first, std::span<const float> variances);
 
-  /// What weights are moved by: the residual of the whole space; the scalars of each group.
+  /// A step that weights are moved by: the residual of the whole space; the scalars of each group.
   struct Step {
     const base::Bf16* residual = nullptr;
     std::span<const kernels::StepAhead> rates;
@@ -58,7 +58,7 @@ class StepAheadWeights {
     std::vector<float> columns;
   };
   void find_roots(size_t matrix);
-  /// What lies in [first, first + count) of the matrix. weights: of `first`.
+  /// Moves the weights of [first, first + count), which lie in the matrix. weights: of `first`.
   void step_in_matrix(const Step& step, size_t matrix, uint64_t first, uint64_t count,
                       void* weights, base::DataType type);
   size_t index_of(const MatrixLayout& matrix) const {

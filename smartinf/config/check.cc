@@ -72,7 +72,7 @@ Status check_rule(const kernels::RuleOptions& rule) {
 constexpr double kLatencyMaxUs = 1e6;
 
 Status check_devices(const std::vector<engine::DeviceOptions>& devices) {
-  // Of different ranks, which may be on different machines, paths may be the same.
+  // Paths of different ranks may be the same: the ranks may be on different machines.
   std::map<std::pair<std::string, uint32_t>, size_t> seen;
   for (size_t i = 0; i < devices.size(); ++i) {
     const engine::DeviceOptions& device = devices[i];

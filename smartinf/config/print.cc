@@ -51,7 +51,8 @@ std::vector<Key> keys_of(std::string_view section) {
   return out;
 }
 
-/// What is in config.json where the model comes from a folder; the recipe has none of it then.
+/// Whether config.json has the key where the model comes from a folder; the recipe has none of it
+/// then.
 bool is_model_size(std::string_view key) {
   return section_of(key) == "model" && key != "model.from" && key != "model.init" &&
          key != "model.ignored_keys";

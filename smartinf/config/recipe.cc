@@ -308,7 +308,7 @@ class Reader {
 };
 
 bool is_boolean(std::string_view flag_key) {
-  // Of a device's key the number does not matter.
+  // The number in a device's key does not matter.
   const bool of_device = section_of(flag_key) == kDeviceSection;
   const Key* key = find_key(
       of_device

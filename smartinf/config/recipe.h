@@ -42,7 +42,7 @@ struct Origin {
 struct LoadedRecipe {
   Recipe recipe;
   std::string path;  // as given; empty: flags only
-  /// By dotted key, for every key that is not at its default.
+  /// Origins by dotted key, for every key that is not at its default.
   std::map<std::string, Origin, std::less<>> origins;
 };
 
@@ -67,7 +67,7 @@ base::Result<std::vector<Override>> take_overrides(std::vector<std::string>& wor
 /// same recipe.
 std::string print_recipe(const LoadedRecipe& loaded);
 
-/// What a run reads, by paths that are right from any working directory: a run's folder keeps its
+/// Makes the paths of what a run reads right from any working directory: a run's folder keeps its
 /// recipe so. What does not exist (python-stdlib) stays as it is, and so does where the run writes.
 void make_inputs_absolute(Recipe& recipe);
 

@@ -1,4 +1,4 @@
-// What serves a family of messages beside steps: as they come, whatever else is under way.
+// Access for a family of messages beside steps: as they come, whatever else is under way.
 #pragma once
 
 #include <cstdint>

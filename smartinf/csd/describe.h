@@ -1,6 +1,6 @@
-// What is said of devices, stores and commands to other processes (base/codec.h): to a server's
-// client and between ranks. Found by argument-dependent look-up, so they stand in the namespaces
-// of their types.
+// Descriptions of devices, stores and commands for other processes (base/codec.h): for a server's
+// client and between ranks. Found by argument-dependent look-up, so they stand in the namespaces of
+// their types.
 #pragma once
 
 #include "smartinf/base/codec.h"

@@ -25,7 +25,7 @@ namespace smartinf::csd {
 struct Command;
 class Snapshot;  // snapshot.h
 
-/// What a device says of a command. Update says kWeightsReady once per subgroup that it updates,
+/// A device's answer to a command. Update says kWeightsReady once per subgroup that it updates,
 /// then kDone once all state is written; every other message has kDone only.
 struct Completion {
   enum class Event : uint8_t { kWeightsReady, kDone };
@@ -117,7 +117,7 @@ class Device {
   /// At the drive: up is read, down is written.
   virtual base::TrafficReading store_traffic() const = 0;
   virtual uint64_t bytes_written_ever() const = 0;
-  /// Of state that was in memory and would have been read from the drive.
+  /// Bytes of state that was in memory and would have been read from the drive.
   virtual uint64_t state_bytes_cached() const { return 0; }
 
   /// The committed state, opened for reading. Between steps, after a Flush; to be read before the

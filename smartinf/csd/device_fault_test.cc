@@ -1,5 +1,5 @@
-// What a device does when its drive fails in the middle of a step: it says who it is and what
-// happened, the step can be aborted, and the state of the last committed step is what it was.
+// Tests of a device whose drive fails in the middle of a step: it says who it is and what happened,
+// the step can be aborted, and the state of the last committed step is what it was.
 #include <memory>
 #include <mutex>
 #include <string>
@@ -126,7 +126,7 @@ TEST_F(DeviceFaults, DamagedStateIsFoundBeforeItIsUsed) {
   fail_and_repeat(Faults::What::kFlipReads, 3, base::ErrorCode::kCorrupt);
 }
 
-// What a step has changed in memory before it failed is not taken for the committed state.
+// Changes in memory by a step that failed are not taken for the committed state.
 TEST_F(DeviceFaults, AFailureWithStateInMemoryLeavesTheCommittedOne) {
   for (const uint64_t cached : {3, 6}) {
     make(~uint64_t{0}, std::chrono::seconds(60), cached);
@@ -153,7 +153,7 @@ TEST_F(DeviceFaults, ADamagedSpilledGradientIsFoundBeforeItIsUsed) {
   fail_and_repeat(Faults::What::kFlipReads, 1, base::ErrorCode::kCorrupt);
 }
 
-// What lies in the spill area then is the gradient of the step before: whole, and of that place.
+// The spill area then holds the gradient of the step before: whole, and of that place.
 TEST_F(DeviceFaults, AStaleSpilledGradientIsFoundBeforeItIsUsed) {
   make(0);
   ASSERT_FALSE(HasFatalFailure());

@@ -1,4 +1,5 @@
-// What the parts of a local device share: the store and who drives it, the processor, the slots.
+// State that the parts of a local device share: the store and who drives it, the processor, the
+// slots.
 #pragma once
 
 #include <cstdint>
@@ -32,7 +33,7 @@ struct DeviceParts {
   base::TrafficCounter host_traffic;
   uint32_t transfers_in_flight = 0;
 
-  // Of the trace, when there is one. Transfers of one track overlap.
+  // Tracks of the trace, when there is one. Transfers of one track overlap.
   uint32_t read_track = 0;
   uint32_t write_track = 0;
   uint32_t step_track = 0;

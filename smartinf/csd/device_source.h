@@ -25,7 +25,7 @@
 
 namespace smartinf::csd {
 
-/// What the engine gives one device, for as long as it is open.
+/// Share of the engine's memory for one device, for as long as it is open.
 struct DeviceShare {
   uint64_t slot_memory_bytes = 0;       // at most so much for slots of both kinds
   uint32_t weight_read_slots = 0;       // LocalDeviceOptions::weight_read_slots
@@ -36,7 +36,7 @@ struct DeviceShare {
   std::vector<compress::MatrixLayout> matrices;  // of it too, where compression needs them
 };
 
-/// What the engine asks of a device besides, where somebody else makes its source.
+/// Options of a device that the engine asks for besides, where somebody else makes its source.
 struct SourceWishes {
   base::DataType gradient_type = base::DataType::kBf16;
   plan::ScheduleVariant schedule = plan::ScheduleVariant::kOverlapped;
@@ -51,12 +51,12 @@ class DeviceSource {
 
   /// As in messages: the recipe's name, or the path.
   virtual const std::string& name() const = 0;
-  /// What tells one place from another, e.g. the canonical path.
+  /// Name that tells one place from another, e.g. the canonical path.
   virtual std::string place() const = 0;
-  /// Of several, the rank that drives it.
+  /// The rank that drives it, of several.
   virtual uint32_t rank() const { return 0; }
 
-  /// What it holds; nullopt: nothing of ours. Nothing is changed.
+  /// State of the device; nullopt: nothing of ours. Nothing is changed.
   /// Errors: kInvalidArgument (a plain file), kCorrupt, kIo.
   virtual base::Result<std::optional<storage::StoreState>> peek() = 0;
   /// All that it says of itself, for people. Locks and changes nothing; a run may be going

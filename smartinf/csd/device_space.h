@@ -25,7 +25,7 @@ class DeviceSpace {
   const storage::StoreLayout& layout() const { return layout_; }
   /// Null for a subgroup of another device.
   const storage::StoredSubgroup* find(base::SubgroupId subgroup) const;
-  /// Of a subgroup; of another device's: 0.
+  /// Elements of a subgroup; 0: of another device.
   uint64_t elements(base::SubgroupId subgroup) const;
   uint32_t groups() const { return groups_; }
   const std::vector<compress::MatrixLayout>& matrices() const { return matrices_; }

@@ -22,8 +22,8 @@ class EmulatedDrive {
  public:
   /// Pages are taken from the system as they are written. Errors: kOutOfMemory.
   static base::Result<std::unique_ptr<EmulatedDrive>> create(uint64_t size_bytes);
-  /// What a store of this layout needs, with the spool behind it. Errors: as Store::create's for
-  /// the layout.
+  /// Bytes that a store of this layout needs, with the spool behind it. Errors: as Store::create's
+  /// for the layout.
   static base::Result<uint64_t> size_for(const storage::StoreLayout& layout,
                                          storage::Durability durability, uint64_t spool_bytes = 0);
 
@@ -31,15 +31,17 @@ class EmulatedDrive {
   uint64_t size_bytes() const { return memory_.size(); }
 
   bool holds_store() const { return holds_store_; }
-  /// What its store says of itself. Errors: kNotFound, kCorrupt.
+  /// Summary of its store. Errors: kNotFound, kCorrupt.
   base::Result<storage::StoreSummary> summarize() const;
-  /// Of the state on it; name: of the device, in messages. Errors: storage::StateReader::open's.
+  /// Snapshot of the state on it; name: of the device, in messages. Errors:
+  /// storage::StateReader::open's.
   base::Result<std::unique_ptr<Snapshot>> snapshot(const std::string& name) const;
   /// Not while a device has it open. See storage::check_container.
   base::Result<storage::CheckReport> check(
       const storage::CheckOptions& options,
       const std::function<void(const storage::StoreFault&)>& visit);
-  /// It holds one state: what is replaced is gone at once. Not while a device has it open.
+  /// Creates a state; the drive holds one only: what is replaced is gone at once. Not while a
+  /// device has it open.
   base::Result<std::unique_ptr<NewState>> create_state(const std::string& name,
                                                        const storage::StoreLayout& layout,
                                                        const NewStateOptions& options);

@@ -1,6 +1,6 @@
-// What other threads leave for a device's I/O thread: commands and gradients from the caller,
-// finished jobs from the processor. The I/O thread takes everything at once, and sleeps here while
-// its store has nothing to do.
+// Queue of what other threads leave for a device's I/O thread: commands and gradients from the
+// caller, finished jobs from the processor. The I/O thread takes everything at once, and sleeps
+// here while its store has nothing to do.
 #pragma once
 
 #include <chrono>

@@ -22,7 +22,7 @@
 
 namespace smartinf::csd {
 
-/// What outlives the device: a drive that can be looked at and opened again.
+/// Contents that outlive the device: a drive that can be looked at and opened again.
 struct FakeDrive {
   struct Planes {
     std::array<std::vector<float>, 3> values;
@@ -45,7 +45,8 @@ struct FakeDrive {
   bool silent = false;
 };
 
-/// What the drive held when it was asked for. Its blocks are f32, so the layout's format has to be.
+/// Contents of the drive when the snapshot was asked for. Its blocks are f32, so the layout's
+/// format has to be.
 class FakeSnapshot final : public Snapshot {
  public:
   FakeSnapshot(FakeDrive drive, std::string name)

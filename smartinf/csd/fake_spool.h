@@ -11,7 +11,7 @@
 
 namespace smartinf::csd {
 
-/// What carries out a family of messages for the fake device (BesideAccess for devices).
+/// Carries out a family of messages for the fake device (BesideAccess for devices).
 class FakeAccess {
  public:
   virtual ~FakeAccess() = default;

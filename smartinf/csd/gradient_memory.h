@@ -34,7 +34,8 @@ class GradientMemory {
     uint32_t buffer = 0;
     std::span<std::byte> bytes;  // as SubgroupIo wants it
   };
-  /// What a piece did: made its subgroup's gradient complete, and that has to be spilled.
+  /// Result of a piece: whether it made its subgroup's gradient complete, and whether that has to
+  /// be spilled.
   struct Put {
     bool completed = false;
     std::optional<Spill> spill;
@@ -76,7 +77,7 @@ class GradientMemory {
   base::Status put_compressed(uint32_t subgroup, base::SubgroupId id,
                               std::span<const std::byte> message);
   bool compressed() const { return compressed_block_bytes_ > 0; }
-  /// Of a complete subgroup.
+  /// The message of a complete subgroup.
   compress::CompressedView message(uint32_t subgroup) const {
     const Entry& entry = entries_[subgroup];
     return compress::CompressedView::trusted({entry.memory, entry.message_bytes});
@@ -90,11 +91,11 @@ class GradientMemory {
     return entries_[subgroup].copied == entries_[subgroup].count;
   }
   bool in_memory(uint32_t subgroup) const { return entries_[subgroup].memory != nullptr; }
-  /// Of a subgroup in memory: [count] of type(). 64-byte aligned.
+  /// Gradient of a subgroup in memory: [count] of type(). 64-byte aligned.
   const std::byte* data(uint32_t subgroup) const { return entries_[subgroup].memory; }
   /// Checks a block that came back from the spill area against what was put.
   bool verify_block(uint32_t subgroup, uint64_t block, std::span<const std::byte> bytes) const;
-  /// What verify_block() compares; none where checksums are off.
+  /// Checksum that verify_block() compares; none where checksums are off.
   std::optional<storage::BlockSum> expected_sum(uint32_t subgroup, uint64_t block) const;
 
  private:
@@ -107,7 +108,7 @@ class GradientMemory {
     std::byte* memory = nullptr;
     uint64_t room_bytes = 0;                // at `memory`
     uint64_t message_bytes = 0;             // there now, when compressed
-    uint64_t factors = 0;                   // that a message may have
+    uint64_t factors = 0;                   // factors that a message may have
     std::vector<uint32_t> runs;             // so many of them each
     uint32_t buffer = kNone;                // while incomplete and not in memory
     std::vector<uint64_t> block_checksums;  // of a spilled gradient

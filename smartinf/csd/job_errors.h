@@ -1,4 +1,4 @@
-// What every kind of processor says of a job that it cannot do.
+// Errors of every kind of processor for a job that it cannot do.
 #pragma once
 
 #include <string>

@@ -320,7 +320,7 @@ void LocalDevice::read_events(std::chrono::nanoseconds wait) {
   }
 }
 
-/// What cannot wait for its turn; the rest when the command is served.
+/// Carries out what cannot wait for its turn; the rest when the command is served.
 void LocalDevice::on_event(Command* command) {
   for (const auto& access : beside_) {
     if (access->serves(*command)) return access->serve(*command, refusal());
@@ -479,7 +479,7 @@ bool LocalDevice::try_serve(Command& command) {
   if (!nothing_in_flight()) return false;
   if (command.as<Commit>() != nullptr && !weights_.idle()) return false;
   if (updates) {
-    // What ends an update may have come while it waited here.
+    // A command that ends an update may have come while this one waited here.
     if (!spill_.failure().ok()) {
       weights_.fail_waiting(spill_.failure());
       parts_.complete(command, spill_.failure());
@@ -505,7 +505,7 @@ bool LocalDevice::try_serve(Command& command) {
   return true;
 }
 
-/// What begins and ends a step: carried out at once.
+/// Begins or ends a step at once.
 void LocalDevice::serve_step(Command& command) {
   if (const auto* begin = command.as<BeginStep>()) {
     prefetch_.forget();

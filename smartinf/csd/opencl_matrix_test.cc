@@ -64,8 +64,9 @@ std::vector<Program> programs() {
   return chosen;
 }
 
-/// Of any size, with NaN, infinities, denormals, both zeros, ties and ends of ranges among them;
-/// what is no number, or huge, only in every sixteenth tile, because in q8 it spoils its tile.
+/// Values of any size, with NaN, infinities, denormals, both zeros, ties and ends of ranges among
+/// them; what is no number, or huge, only in every sixteenth tile, because in q8 it spoils its
+/// tile.
 std::vector<float> hard_floats(uint64_t count, uint64_t seed, bool positive) {
   constexpr std::array<uint32_t, 16> kHard{0x00000000u, 0x80000000u, 0x00000001u, 0x80000001u,
                                            0x007fffffu, 0x00800000u, 0x3f808000u, 0x3f818000u,
@@ -133,7 +134,7 @@ class OpenClMatrix : public testing::TestWithParam<Program> {
             kernels::make_step_scalars({.rule = rule, .beta1 = 0.2}, {.lr = 1e-3}, step, 1, 4)};
   }
 
-  /// What a device has and has sent up after two steps.
+  /// The state of a device and what it has sent up after two steps.
   void outcome(ProcessorFactory make_processor, bool compressed,
                std::map<std::string, Bytes>& all) {
     LocalDeviceOptions options;

@@ -97,7 +97,8 @@ struct OpenClDevice {
   bool shares_memory = false;
   bool peer = false;  // its memory can be given to drives
 };
-/// Those of all platforms, in OpenCL's order. Errors: kUnsupported where this was built without.
+/// The devices of all platforms, in OpenCL's order. Errors: kUnsupported where this was built
+/// without.
 base::Result<std::vector<OpenClDevice>> opencl_devices();
 
 /// Every rule on the device, in some format and with some types, compared with the scalar truth.

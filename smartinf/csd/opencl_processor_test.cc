@@ -26,7 +26,7 @@ using base::DataType;
 using base::ErrorCode;
 using base::Status;
 
-// Of CL/cl.h, which only csd/opencl includes.
+// Values from CL/cl.h, which only csd/opencl includes.
 constexpr int kDeviceNotAvailable = -2;
 constexpr int kAllocationFailure = -4;
 constexpr int kOutOfResources = -5;

@@ -30,8 +30,7 @@ struct GradientView {
   const std::byte* dense = nullptr;  // [count] of type; null: compressed
   base::DataType type = base::DataType::kBf16;
   compress::CompressedView compressed;  // without a dense one
-  /// Of one that came back from the spill area: what it is checked against. Null: it was never
-  /// away.
+  /// The memory that a gradient from the spill area is checked against. Null: it was never away.
   const GradientMemory* memory = nullptr;
   uint32_t subgroup = 0;  // index in the layout
 };
@@ -77,7 +76,7 @@ struct Job {
   base::Status status;   // after it has finished: the first failure, or ok
 };
 
-/// What slots lie in. Released on destruction.
+/// Memory that slots lie in. Released on destruction.
 class SlotMemory {
  public:
   virtual ~SlotMemory() = default;
@@ -94,7 +93,7 @@ class Processor {
   /// Memory that this kind of processor can work on. Errors: kOutOfMemory.
   virtual base::Result<std::unique_ptr<SlotMemory>> allocate(uint64_t bytes) = 0;
   virtual void start(Job& job) = 0;
-  /// Of this machine that compute at a time, for DeviceInfo.
+  /// Threads of this machine that compute at a time, for DeviceInfo.
   virtual uint32_t threads() const = 0;
 };
 

@@ -24,7 +24,7 @@ struct Transfer {
   uint64_t begin_ns = 0;  // for a trace
 };
 
-/// What occupies a slot; who hears of its transfers and its job follows from it.
+/// The use of a slot; who hears of its transfers and its job follows from it.
 ///
 ///   kFree --Update--> kUpdating ----------------------------------> kFree   TransferHandler
 ///   kFree --ReadState--> kReading --transfer--> kDecoding --job--> kFree    StateAccess

@@ -20,11 +20,12 @@ class Snapshot {
  public:
   virtual ~Snapshot() = default;
 
-  /// Of the device, as in messages.
+  /// Name of the device, as in messages.
   virtual const std::string& name() const = 0;
   virtual const storage::StoreState& state() const = 0;
   virtual const storage::StoreLayout& layout() const = 0;
-  /// What tells one drive from another: copies stay on a drive where they can. Empty: not known.
+  /// Name that tells one drive from another: copies stay on a drive where they can. Empty: not
+  /// known.
   virtual std::string drive() const { return {}; }
   /// Another process has the device, and reads its blocks.
   virtual bool elsewhere() const { return false; }
@@ -95,7 +96,7 @@ class NewState {
   virtual base::Status take_place() { return base::Status(); }
   /// Undoes take_place().
   virtual base::Status give_back() { return base::Status(); }
-  /// It stays, and what it replaced is deleted.
+  /// Makes the state the device's own: it stays, and what it replaced is deleted.
   virtual base::Status finish() = 0;
 };
 

@@ -118,7 +118,7 @@ void StateAccess::answer(Slot& slot, base::Status status) {
 void StateAccess::abandon(const base::Status& status) {
   abandoned_ = true;
   abandoned_for_ = status;
-  // Those whose transfer is lost are answered here, those at the processor when it is done with
+  // Commands whose transfer is lost are answered here, those at the processor when it is done with
   // them.
   for (Slot& slot : parts_.slots) {
     const bool at_drive = slot.state == SlotState::kReading || slot.state == SlotState::kWriting;

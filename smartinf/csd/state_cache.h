@@ -47,7 +47,7 @@ class StateCache {
   void updated(uint32_t subgroup, uint32_t plane_mask, bool held);
   /// The store got other contents for these planes than lie here.
   void overwritten(uint32_t subgroup, uint32_t plane_mask);
-  /// They are on the drive as well now.
+  /// Marks the subgroup's planes as being on the drive as well.
   void flushed(uint32_t subgroup);
 
   void commit();
@@ -95,7 +95,7 @@ class StateFlush {
   /// Between steps, with all slots free. Answers the command, if there is one, at the end.
   void start(Command* command);
   bool running() const { return running_; }
-  /// Of the last one.
+  /// Status of the last flush.
   const base::Status& status() const { return status_; }
   /// The store cannot go on: see TransferHandler::abandon.
   void abandon(const base::Status& status);

@@ -12,8 +12,8 @@
 
 namespace smartinf::csd {
 
-/// What was read is in Slot::prefetched; whoever uses a slot for something else clears that. A read
-/// that fails leaves nothing: the update reads again and says why.
+/// Reads state ahead of the update, into Slot::prefetched; whoever uses a slot for something else
+/// clears that. A read that fails leaves nothing: the update reads again and says why.
 /// Threads: the device's I/O thread.
 class StatePrefetch {
  public:

@@ -10,7 +10,7 @@
 
 namespace smartinf::csd {
 
-/// Of what the reader has opened. name: of the device.
+/// Snapshot of what the reader has opened. name: of the device.
 std::unique_ptr<Snapshot> make_snapshot(std::unique_ptr<storage::StateReader> reader,
                                         std::string name);
 

@@ -72,7 +72,7 @@ inline std::vector<std::byte> test_gradient(const storage::StoredSubgroup& subgr
   return narrow;
 }
 
-/// What is sent of a gradient when it is compressed.
+/// The part of a gradient that is sent when it is compressed.
 struct TestSparsity {
   uint64_t every = 1;    // elements at multiples of it within their block; the others count as 0
   bool factors = false;  // of the second moment go along: those of test_matrices()
@@ -91,14 +91,14 @@ inline std::vector<compress::MatrixLayout> test_matrices(uint64_t elements) {
   }
   return matrices;
 }
-/// What a message says of a row, or of a column, in a step: what a factor's byte holds exactly.
+/// Factor of a row, or of a column, in a step's message: what a factor's byte holds exactly.
 inline float test_factor(uint64_t matrix, uint64_t step, bool of_row, uint64_t index) {
   const uint64_t mixed = (index + 3 * matrix + 5 * step) % 61;
   if (of_row && mixed == 0) return 0;
   const float mantissa = 1 + static_cast<float>(mixed % 8) / 8;
   return std::ldexp(mantissa, static_cast<int>(mixed / 8) - (of_row ? 20 : 4));
 }
-/// Of a subgroup, in the message's order.
+/// Factors of a subgroup, in the message's order.
 inline compress::RowColumnFactors test_factors(const std::vector<compress::MatrixLayout>& matrices,
                                                const storage::StoredSubgroup& subgroup,
                                                uint64_t step) {
@@ -249,7 +249,7 @@ class ReferenceModel {
     const uint64_t within = element - matrices_[matrix].first;
     return {matrix, within / matrices_[matrix].columns, within % matrices_[matrix].columns};
   }
-  /// What arrives when what is sent of a gradient goes as signs.
+  /// Makes of a gradient what arrives when it is sent as signs.
   void send_signs(const storage::StoredSubgroup& subgroup, const TestSparsity& sparsity,
                   base::Bf16* gradient) const {
     for_blocks(subgroup.count, [&](uint64_t first, uint64_t count) {

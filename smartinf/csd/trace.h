@@ -1,4 +1,4 @@
-// What a device's threads and links did when: recorded into a fixed buffer while tracing is on, and
+// Trace of a device's threads and links: recorded into a fixed buffer while tracing is on, and
 // written by an app as a Chrome trace, one group of tracks per device and link.
 #pragma once
 
@@ -12,11 +12,11 @@
 
 namespace smartinf::csd {
 
-/// What the viewer shows: `name` within `group` (a device or a link).
+/// The place of a track in the viewer: `name` within `group` (a device or a link).
 struct TraceTrack {
   std::string group;
   std::string name;
-  std::string number_name = "subgroup";  // what TraceEvent::number counts
+  std::string number_name = "subgroup";  // the noun of TraceEvent::number
   friend bool operator==(const TraceTrack&, const TraceTrack&) = default;
 };
 
@@ -26,7 +26,7 @@ struct TraceEvent {
   uint64_t number = 0;    // subgroup as numbered in the parameter space, or what the track says
   uint64_t begin_ns = 0;  // monotonic clock
   uint64_t end_ns = 0;
-  uint64_t bytes = 0;  // that passed; 0: none, and `kind` says nothing
+  uint64_t bytes = 0;  // bytes that passed; 0: none, and `kind` says nothing
   base::TrafficKind kind = base::TrafficKind::kState;
 };
 

@@ -270,7 +270,7 @@ void TransferHandler::send_weights(uint32_t task) {
     bytes += compress::samples_in(parts_.options.matrices, subgroup.first_element, subgroup.count) *
              sizeof(base::Bf16);
   }
-  // They left block by block while the update ran.
+  // The weights left block by block while the update ran.
   const uint64_t due =
       parts_.send_weights(entry.subgroup, parts_.slots[tasks_[task].slot.value].update_ns, bytes);
   if (due == 0) return weights_ready(task);

@@ -187,8 +187,8 @@ void WeightsReader::abandon(const Status& status) {
   abandoned_for_ = status;
   transfers_ = 0;
   cancel(status);
-  // Those at the processor are answered when it is done with them; the drive may still write into
-  // the others' slots, which are never used again.
+  // Commands at the processor are answered when it is done with them; the drive may still write
+  // into the others' slots, which are never used again.
   for (Slot& slot : slots_) {
     if (slot.state == SlotState::kReadingWeights && slot.command != nullptr) end(slot, status);
   }

@@ -33,7 +33,7 @@ class WeightsReader {
   void begin_step(base::StepNumber step) { next_step_ = step; }
   /// A commit or an abort was carried out. Who waited for what is committed now is served by reads.
   void end_step(bool aborted);
-  /// Whoever waits for the step in progress is answered with this.
+  /// Answers whoever waits for the step in progress with `status`.
   void fail_waiting(const base::Status& status);
   /// And whatever is not read yet.
   void cancel(const base::Status& status);
@@ -42,9 +42,10 @@ class WeightsReader {
 
   /// For an update. In the order in which they came: ReadWeights of the step in progress.
   const std::deque<Command*>& waiting() const { return waiting_; }
-  /// Of them the one for this subgroup, which the caller answers from now on; null: there is none.
+  /// Takes the waiting command for this subgroup, which the caller answers from now on; null: there
+  /// is none.
   Command* take_waiting(uint32_t subgroup, base::DataType type);
-  /// What is read now lies where an update, or a write of state, of the subgroup writes.
+  /// Whether what is read now lies where an update, or a write of state, of the subgroup writes.
   bool holds_back(uint32_t subgroup) const;
   /// The step in progress changes the subgroup from here on.
   void begin_change(uint32_t subgroup);
@@ -52,7 +53,7 @@ class WeightsReader {
   /// Nothing of the committed step is queued or read.
   bool idle() const { return queued_.empty() && in_slots_ == 0; }
   bool answered_all() const { return idle() && waiting_.empty() && in_transit_.empty(); }
-  /// Of DeviceParts::transfers_in_flight.
+  /// The part of DeviceParts::transfers_in_flight that is this reader's.
   uint32_t transfers_in_flight() const { return transfers_; }
 
   void on_transfer(Transfer& transfer);

@@ -34,9 +34,10 @@ namespace fs = std::filesystem;
 
 namespace {
 
-/// Of a description; more is damage, and no reason to take memory.
+/// Devices of a description at most; more is damage, and no reason to take memory.
 constexpr uint64_t kDevicesMax = 65536;
-/// Of its text. What Python keeps of a model is some hundred bytes for each parameter.
+/// Bytes of its text at most. What Python keeps of a model is some hundred bytes for each
+/// parameter.
 constexpr uint64_t kDescriptionBytesMax = uint64_t{64} << 20;
 
 Status sync_path(const std::string& path, int flags) {
@@ -52,7 +53,7 @@ Status make_folder(const std::string& path) {
   return base::errno_status(errno, "cannot make the checkpoint's folder", path);
 }
 
-/// Whoever writes a checkpoint: this process, or several ranks, each the devices that it has. The
+/// The writers of a checkpoint: this process, or several ranks, each the devices that it has. The
 /// first one makes its folder and its description.
 class Writers {
  public:
@@ -131,7 +132,7 @@ Status copy_devices(StoredRun& run, const fs::path& partial, const CheckpointOpt
   return Status();
 }
 
-/// Of all other members, whatever their order and the spaces between them.
+/// Checksum of all other members, whatever their order and the spaces between them.
 std::string description_checksum(nlohmann::json others) {
   others.erase("checksum");
   const std::string text = others.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
@@ -175,7 +176,7 @@ nlohmann::ordered_json describe(const StoredRun& run, const CheckpointSummary& s
           {"trainer", trainer}};
 }
 
-/// Those of this process, without a clone.
+/// Copies this process's devices, without a clone.
 Status copy_and_sync(StoredRun& run, const fs::path& partial, const CheckpointOptions& options,
                      CheckpointSummary& summary) {
   std::error_code error;
@@ -293,8 +294,9 @@ class CheckpointPlace {
     summary_.path = path_;
     return check_place(summary_.path, options_.replace);
   }
-  /// Who finds a name free takes it: nobody else looks in between. A path that was given needs no
-  /// such care, and copying neither: until it has its name a checkpoint is its process's own.
+  /// Locks the folder of checkpoints: who finds a name free takes it, and nobody else looks in
+  /// between. A path that was given needs no such care, and copying neither: until it has its name
+  /// a checkpoint is its process's own.
   Result<storage::FileDescriptor> lock() const {
     if (named_) return storage::FileDescriptor();
     return lock_checkpoints(options_.folder);
@@ -413,7 +415,7 @@ Status not_together(const std::string& path, std::string what) {
                 "Use another checkpoint.", base::ErrorPlace{path, {}, {}, 0});
 }
 
-/// Of several ranks: what the description says of each, and each one's own.
+/// Reads what the description says of each of several ranks, and each one's own.
 Status read_ranks(const nlohmann::json& ranks, Checkpoint& checkpoint) {
   for (size_t rank = 0; rank < ranks.size(); ++rank) {
     Checkpoint said;
@@ -455,7 +457,7 @@ Result<Checkpoint> read_checkpoint(const std::string& path) {
                   "Its devices may be whole: name them one by one (device-0, device-1, ...).",
                   base::ErrorPlace{file, {}, {}, 0});
   };
-  // Those of the first versions have no checksum.
+  // Descriptions of the first versions have no checksum.
   if (!json.is_object() ||
       (json.contains("checksum") && json["checksum"] != description_checksum(json))) {
     return corrupt();

@@ -40,7 +40,7 @@ struct CheckpointSummary {
   base::StepNumber step = 0;
   uint64_t state_bytes = 0;
   bool cloned = false;   // shares its blocks with the devices: the file system made a reflink
-  bool existed = false;  // it was there already, and stays as it is
+  bool existed = false;  // the checkpoint was there already, and stays as it is
   uint64_t blocks_without_checksum = 0;
   std::vector<std::string> removed;  // older ones, beyond `keep`
 };
@@ -62,7 +62,7 @@ base::Result<CheckpointSummary> write_checkpoint(Updater& updater, CheckpointOpt
 /// Errors: kInvalidArgument, kIo.
 base::Status check_checkpoint_folder(const std::string& folder);
 
-/// What a checkpoint's folder says of itself.
+/// A checkpoint as its folder describes it.
 struct Checkpoint {
   std::string path;
   storage::RunId run;
@@ -75,7 +75,7 @@ struct Checkpoint {
 bool is_checkpoint(const std::string& path);
 /// Errors: kNotFound, kCorrupt; kMismatch for ranks that were not written together.
 base::Result<Checkpoint> read_checkpoint(const std::string& path);
-/// Those in a folder, oldest step first; what is none is passed over.
+/// The checkpoints in a folder, oldest step first; what is none is passed over.
 std::vector<Checkpoint> list_checkpoints(const std::string& folder);
 
 /// Whether the devices are those that the description speaks of: run, step, number and place.

@@ -44,7 +44,7 @@ std::string_view numbered(std::string_view name) {
   return name.substr(0, dash);
 }
 
-/// What stands before the run and the process in the name of a partial folder; empty: it is none.
+/// The part of a partial folder's name before the run and the process; empty: it is none.
 std::string_view base_of_partial(std::string_view name) {
   if (!name.ends_with(kPartialSuffix)) return {};
   name.remove_suffix(kPartialSuffix.size());
@@ -329,7 +329,7 @@ PartialCheckpoint::~PartialCheckpoint() {
 }
 
 Status PartialCheckpoint::name(const std::string& path, bool replace) {
-  // Of a folder, rename() takes the place of nothing but an empty one.
+  // A folder is renamed in the place of an empty one only.
   const bool named = ::rename(folder_.c_str(), path.c_str()) == 0;
   const int why = errno;
   if (!named) {

@@ -16,14 +16,15 @@ inline constexpr std::string_view kCheckpointFile = "checkpoint.json";
 /// A checkpoint that is being written or deleted has this behind its name; after a crash it is
 /// nobody's loss.
 inline constexpr std::string_view kPartialSuffix = ".partial";
-/// What a checkpoint is called while another takes its place, where the file system cannot exchange
-/// two names at once. Whole, and good to be used.
+/// Suffix of a checkpoint while another takes its place, where the file system cannot exchange two
+/// names at once. Whole, and good to be used.
 inline constexpr std::string_view kReplacedSuffix = ".replaced";
 
 /// The folder that a path lies in.
 std::string parent_folder(const std::string& path);
 std::string device_folder(const std::string& checkpoint, size_t device);
-/// Of a checkpoint that several ranks have written: a checkpoint of its own.
+/// Folder of a rank in a checkpoint that several ranks have written: it holds a checkpoint of its
+/// own.
 std::string rank_folder(const std::string& checkpoint, size_t rank);
 
 enum class PartialFolder : uint8_t {

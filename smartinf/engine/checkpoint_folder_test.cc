@@ -272,7 +272,7 @@ TEST_P(CheckpointFolderTest, TakesThePlaceOfAnother) {
   EXPECT_EQ(fs::exists(path("kept/device-0/smartinf.state")), true);
   fs::create_directory(path("empty"));
   checkpoint_at("empty");
-  // Whatever else lies there is not ours to delete.
+  // Files of others that lie there are not ours to delete.
   write(path("kept/notes"), "work");
   options.replace = true;
   const auto refused = write_checkpoint(run, options);
@@ -284,8 +284,8 @@ TEST_P(CheckpointFolderTest, TakesThePlaceOfAnother) {
   }
 }
 
-// What a power cut leaves is what was synced: files before folders, folders before their name, the
-// name before the old one goes. At no moment is there neither the old one nor the new one.
+// A power cut leaves what was synced: files before folders, folders before their name, the name
+// before the old one goes. At no moment is there neither the old one nor the new one.
 TEST_P(CheckpointFolderTest, IsDurableBeforeItCounts) {
   fs::create_directory(path("new"));
   const std::string kept = path("new/run/kept");

@@ -1,4 +1,4 @@
-// What the tests of checkpoints share: a run on two devices that has done three steps.
+// Code that the tests of checkpoints share: a run on two devices that has done three steps.
 #pragma once
 
 #include <cmath>
@@ -110,7 +110,7 @@ class CheckpointTest : public ::testing::TestWithParam<StateFormat> {
     EXPECT_TRUE(run.ok()) << run.status().to_string();
     return std::move(*run);
   }
-  /// Of the devices that are open, between two steps.
+  /// A snapshot of the devices that are open, between two steps.
   StoredRun snapshot() {
     auto run = updater_->snapshot();
     EXPECT_TRUE(run.ok()) << run.status().to_string();

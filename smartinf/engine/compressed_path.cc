@@ -243,7 +243,7 @@ class CompressedPath final : public GradientPath, public Compression {
   compress::CompressionSummary summary_;                    // of the last update
   bool write_wanted_ = false;                               // by write_residual()
 
-  // Of the step in progress.
+  // State of the step in progress.
   std::vector<void*> weights_out_;  // of every subgroup, with step_ahead_
   std::vector<kernels::StepAhead> next_ahead_;
   bool new_residual_ = false;

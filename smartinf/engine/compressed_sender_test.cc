@@ -1,4 +1,4 @@
-// What reaches a device of a compressed gradient.
+// Tests of what reaches a device of a compressed gradient.
 #include "smartinf/engine/compressed_sender.h"
 
 #include <algorithm>

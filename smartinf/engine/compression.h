@@ -1,4 +1,4 @@
-// What an updater whose gradients go down compressed has beyond others.
+// Interface of an updater whose gradients go down compressed, beside that of others.
 #pragma once
 
 #include <vector>
@@ -9,7 +9,7 @@
 
 namespace smartinf::engine {
 
-/// What compression carries from step to step beside the planes of the rule. Exported by
+/// State that compression carries from step to step beside the planes of the rule. Exported by
 /// Compression::state(), imported by Updater::edit_state().
 struct CompressionState {
   /// [space().count()], what was not sent yet. Exported: valid until the next call that changes
@@ -24,12 +24,12 @@ struct CompressionState {
 class Compression {
  public:
   virtual ~Compression() = default;
-  /// Of the committed step.
+  /// State of the committed step.
   virtual CompressionState state() const = 0;
   /// The next commit writes the residual, whatever compress::CompressOptions::residual_every says:
   /// for the last step before a run ends.
   virtual void write_residual() = 0;
-  /// What was done to the last step's gradient.
+  /// Counts of what was done to the last step's gradient.
   virtual compress::CompressionSummary summary() const = 0;
 };
 

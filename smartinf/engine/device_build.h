@@ -15,7 +15,7 @@ namespace smartinf::engine {
 struct DeviceBuild {
   DeviceOptions device;
   uint32_t threads = 1;
-  std::vector<uint32_t> cores;  // that its threads are kept on, in this order; empty: not pinned
+  std::vector<uint32_t> cores;  // cores for its threads, in this order; empty: not pinned
   // Held together with the device that books on them; the host link by all devices.
   std::shared_ptr<csd::Link> host_link;
   std::shared_ptr<csd::Link> internal_link;

@@ -69,12 +69,12 @@ TEST(DeviceReplies, ADeviceThatDoesNotAnswerIsGivenUpForGood) {
   }
   EXPECT_EQ(replies.owed(), 0u);
   EXPECT_TRUE(watch.given_up(quick).ok());
-  // Whoever asks next is told at once, and the device is not asked.
+  // The next command fails at once, and the device is not asked.
   DeviceReplies others(watch);
   others.submit(dead, csd::Abort{3});
   EXPECT_EQ(others.next().status.code(), base::ErrorCode::kTimeout);
   EXPECT_EQ(dead.sent.size(), 2u);
-  // What it says now is of nothing, and its commands are not used for others.
+  // Answers that come now belong to nothing, and its commands are not used for others.
   dead.answer(0);
   dead.answer(1);
   const csd::Command* another = replies.submit(quick, csd::Flush{});

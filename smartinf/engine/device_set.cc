@@ -33,7 +33,7 @@ constexpr std::string_view kOtherPlaceAdvice =
 
 std::string device_text(const DeviceSource& source) { return "device " + source.name(); }
 
-/// Of the rule's planes, which updates move and a cache holds.
+/// Bytes of the rule's planes, which updates move and a cache holds.
 uint64_t moved_bytes(const UpdaterOptions& options, uint64_t elements) {
   return state_bytes(options.rule.rule, options.format, elements);
 }
@@ -276,7 +276,7 @@ Result<DeviceSet> open_all(const UpdaterOptions& options, const plan::ParameterS
   return set;
 }
 
-/// What the devices hold before any of them is opened.
+/// State that the devices hold before any of them is opened.
 struct Found {
   // One of each sort; null: none.
   const DeviceSource* holding = nullptr;
@@ -335,7 +335,7 @@ Status check_rule(const kernels::RuleOptions& rule) {
       fmt::format("Choose a value from {} to 1; 1e-8 is usual.", kEpsMin));
 }
 
-/// What is here only, and what a server does its own way.
+/// Refuses for remote devices what works on this machine only, and what a server does its own way.
 Status check_remote(const UpdaterOptions& options) {
   for (const DeviceOptions& device : options.devices) {
     if (!serve::is_remote(device.path)) continue;
@@ -446,7 +446,7 @@ Result<DeviceSet> open_device_set(const UpdaterOptions& options, const plan::Par
     }
     return open_all(options, space, sources);
   }
-  // Who restored a state wants that one, and not a run from the beginning in its place.
+  // A user who restored a state wants that one, and not a run from the beginning in its place.
   if (found.copied_step != 0) {
     storage::StoreState copy;
     copy.copied_step = found.copied_step;

@@ -22,7 +22,7 @@ struct DeviceSet {
   base::StepNumber step = 0;
   bool residual = false;       // the devices have room for the residual
   bool fresh = false;          // made now: step 0 is still to be written
-  uint64_t staging_bytes = 0;  // what the memory budget leaves to the engine itself
+  uint64_t staging_bytes = 0;  // bytes that the memory budget leaves to the engine itself
 
   csd::Device& device_of(base::SubgroupId subgroup) const {
     return *devices[owner[subgroup.value].value];
@@ -35,7 +35,7 @@ struct DeviceSet {
   size_t subgroup_at(uint64_t element) const;
 };
 
-/// What open_device_set() asks of the options alone, and of this machine.
+/// Checks what open_device_set() asks of the options alone, and of this machine.
 base::Status check_device_options(const UpdaterOptions& options, const plan::ParameterSpace& space);
 
 /// Opens what the sources hold, or creates it when all are empty and options.create is set. A

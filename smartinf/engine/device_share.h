@@ -1,4 +1,4 @@
-// What the engine gives each device of a run: memory, and what it has to know of the model.
+// The share of each device of a run: memory, and what it has to know of the model.
 #pragma once
 
 #include <cstdint>
@@ -14,8 +14,8 @@ namespace smartinf::engine {
 /// The space's matrices where messages have factors of the second moment; else none.
 std::vector<compress::MatrixLayout> matrices_of_second_moment(const UpdaterOptions& options,
                                                               const plan::ParameterSpace& space);
-/// Of gradients that devices keep until the update; compressed, about: their subgroups are not
-/// known yet.
+/// Bytes of gradients that devices keep until the update; compressed, about: their subgroups are
+/// not known yet.
 uint64_t gradient_bytes(const UpdaterOptions& options, const plan::ParameterSpace& space);
 /// Bytes of the spool for each source: every rank that has one gets as much, which its sources
 /// share as fast ones fill it; each a multiple of kIoAlignment. Errors: of DeviceSource::bandwidth.

@@ -310,7 +310,7 @@ Status DeviceUpdater::start_update(const UpdateOptions& options, base::DataType 
   } else {
     guess_type_.reset();
     mark_on_demand(updates);
-    // Of what is skipped nothing changes.
+    // Weights that are skipped do not change.
     for (size_t i = 0; i < weights_ready_.size(); ++i) weights_ready_[i] = 1 - updated_[i];
   }
   update_started_ = true;
@@ -411,7 +411,7 @@ void DeviceUpdater::act(Next next) {
     case Next::kAgree: {
       const bool prepared = protocol_.phase() == Phase::kAgreeing;
       const std::string& metadata = next_metadata_.client_metadata;
-      // Of one step all devices hold the same metadata.
+      // Metadata of one step is the same on all devices.
       return agreement_->post(
           {fmt::format("{} of step {} ({:016x})", prepared ? "prepare" : "commit", protocol_.step(),
                        base::checksum(std::as_bytes(std::span(metadata)))),

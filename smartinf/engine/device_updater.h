@@ -100,7 +100,7 @@ class DeviceUpdater final : public Updater {
   const DeviceSet& devices() const { return set_; }
   /// A step has begun whose gradients were not finished.
   bool takes_gradients() const;
-  /// What fetch_weights() says to any fetch of a subgroup that is not under way.
+  /// The answer of fetch_weights() to any fetch of a subgroup that is not under way.
   base::Status check_fetch(uint64_t first) const;
   GradientTracker& gradient_tracker() { return gradient_tracker_; }
   base::ThreadTeam& team() { return team_; }
@@ -124,7 +124,7 @@ class DeviceUpdater final : public Updater {
   /// For a call between steps (`what`, in the error): waits for a commit that was started.
   base::Status be_idle(std::string_view what);
 
-  /// Whoever got no gradient is not to be updated.
+  /// Checks that nothing without a gradient is to be updated.
   base::Status check_skipped(const UpdateOptions& options) const;
   /// A message for each device, of which some may have nothing to update; notes which subgroups
   /// take part. mutex_ held.
@@ -134,7 +134,7 @@ class DeviceUpdater final : public Updater {
   /// writes the committed state again. guessed: updated_ of the early update. mutex_ held.
   void restore_skipped(const std::vector<uint8_t>& guessed, const WeightsSink& sink,
                        std::vector<csd::Update>& updates);
-  /// Those with something to update. mutex_ held.
+  /// Submits the messages that have something to update. mutex_ held.
   void submit_updates(std::vector<csd::Update> updates);
   /// Ends an early update whose guess is known to be wrong.
   void prefetch();
@@ -184,7 +184,7 @@ class DeviceUpdater final : public Updater {
   WeightFetches fetches_;
 
   std::jthread completions_thread_;
-  /// What all ranks are asked between prepare and commit, and once more after it, over
+  /// A question to all ranks between prepare and commit, and once more after it, over
   /// Channel::kGradients, on which nothing else is going on during a commit.
   struct Question {
     std::string call;

@@ -39,11 +39,12 @@ Status DeviceUpdater::fetch_weights(uint64_t first, base::DataType type, void* o
                   fmt::format("the weights from element {} on are being fetched already", first),
                   "Call wait_fetched() first.");
   }
-  // What the step skips stays as it is, and a commit waits for reads that were sent before it.
+  // Subgroups that the step skips stay as they are, and a commit waits for reads that were sent
+  // before it.
   const bool sent_commit = phase == Phase::kCommitting || phase == Phase::kConfirming;
   const bool of_step = weights_are_new() && (updated_[index] != 0 || sent_commit);
   const bool served = of_step && update_type_ == type && fetches_.on_demand(index);
-  // What cannot be had from the update that runs comes after it.
+  // Weights that cannot be had from the update that runs come after it.
   if (of_step && !served) finish_update();
   fetches_.start(index, of_step && !served);
   const base::StepNumber step = of_step ? protocol_.step() : protocol_.committed_step();
@@ -52,7 +53,7 @@ Status DeviceUpdater::fetch_weights(uint64_t first, base::DataType type, void* o
   return Status();
 }
 
-/// Of the step in progress the update has been started.
+/// Whether the update of the step in progress has been started.
 bool DeviceUpdater::weights_are_new() const {
   const Phase phase = protocol_.phase();
   return update_started_ && phase != Phase::kIdle && phase != Phase::kAborting;

@@ -7,7 +7,7 @@ namespace smartinf::engine {
 /// Norms of neighbouring steps are alike: this far below the limit the next one is likely to be
 /// below it, too.
 inline constexpr double kLikelyNorm = 0.8;
-/// What a late update may be waited for before an early one is tried.
+/// Share of a late step that may be waited for before an early update is tried.
 inline constexpr double kExposedShareMax = 0.05;
 
 /// Whether the guess that nothing is clipped is likely to be right, and there is something to gain.

@@ -14,7 +14,7 @@ using base::Status;
 
 namespace {
 
-/// Of a drive without an internal link: all such drives are alike.
+/// Rate of a drive without an internal link: all such drives are alike.
 constexpr double kMemoryBytesPerSecond = 1e10;
 
 class EmulatedSource final : public DeviceSource {

@@ -21,7 +21,8 @@ std::optional<FoundRun> find_run(const DeviceSources& sources) {
     found = FoundRun{states.front().run, 0, {}};
   }
   if (!found) return found;
-  // Of some of a run's devices, or of a run that is going, what the first one promises counts.
+  // The first device's promise counts where only some of a run's devices are here, or the run is
+  // going.
   const auto step = storage::recovery_step(states);
   found->step = step.ok() ? *step : states.front().committed_step;
   auto snapshot = first->snapshot(storage::ReaderLock::kLeave);

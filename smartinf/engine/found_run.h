@@ -1,4 +1,4 @@
-// Whose state lies on devices: the run and its step, read without opening them for a run. What
+// Owner of the state on devices: the run and its step, read without opening them for a run. What
 // `smartinf train` asks before it changes anything, and gc and inspect tell.
 #pragma once
 

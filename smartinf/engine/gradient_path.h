@@ -22,7 +22,7 @@
 
 namespace smartinf::engine {
 
-/// Of the updater that a path belongs to, which it lives shorter than.
+/// Parts of the updater that a path belongs to; the updater outlives the path.
 struct PathParts {
   const UpdaterOptions& options;
   const plan::ParameterSpace& space;
@@ -103,7 +103,7 @@ std::unique_ptr<GradientPath> make_dense_path(const PathParts& parts);
 /// Gradients are collected, and go down compressed when they are whole (compress/).
 base::Result<std::unique_ptr<GradientPath>> make_compressed_path(const PathParts& parts,
                                                                  const StepMetadata& committed);
-/// What the options ask for. committed: metadata of the committed step.
+/// Makes the path that the options ask for. committed: metadata of the committed step.
 base::Result<std::unique_ptr<GradientPath>> make_gradient_path(const PathParts& parts,
                                                                const StepMetadata& committed);
 

@@ -42,7 +42,7 @@ class GradientSender {
   Failure put_zeros(uint64_t first, uint64_t count, std::span<const std::byte> zeros);
 
  private:
-  /// What one thread has under way.
+  /// Work that one thread has under way.
   struct Lane {
     static constexpr size_t kCommandsMax = 64;
     explicit Lane(DeviceWatch& watch) : replies(watch) {}

@@ -98,7 +98,7 @@ class GradientSenderTest : public testing::Test {
     kernels::kernels().cast_from_f32(values_.data(), out.data(), type, values_.size());
     return out;
   }
-  /// What a device got, subgroup by subgroup.
+  /// Bytes that the devices got, subgroup by subgroup.
   Bytes arrived(DataType type) const {
     const uint64_t width = base::data_type_bytes(type);
     Bytes all(space_.count() * width);
@@ -208,7 +208,7 @@ TEST_F(GradientSenderTest, NamesTheDeviceThatFailed) {
   const auto failure = sender.put(*pieces, 0, values_.data(), DataType::kF32, {});
   EXPECT_EQ(failure.status.code(), base::ErrorCode::kIo);
   EXPECT_EQ(failure.device, recorders_[1]);
-  // What failed is not remembered.
+  // A failure is not remembered.
   recorders_[1]->bad = ~0u;
   const Bytes zeros(4096);
   EXPECT_TRUE(sender.put_zeros(70'000, 900'000, zeros).status.ok());

@@ -1,5 +1,5 @@
-// What is found out about a step's gradient while it comes in: which parts are there, its norm, and
-// the first parameter that is not finite. Holds no gradients; those go straight to the devices.
+// Facts about a step's gradient, found while it comes in: which parts are there, its norm, and the
+// first parameter that is not finite. Holds no gradients; those go straight to the devices.
 //
 // The norm is a sum over fixed cuts of every range, added up from the smallest to the largest. It
 // is the same whatever the order of ranges in the space, the order and size of what is given at
@@ -19,8 +19,8 @@
 namespace smartinf::engine {
 
 using plan::kGradientCutElements;
-/// What one thread measures and hands over at once, counted from the beginning of a cut: small
-/// enough to stay in a core's cache in between, and a whole part of the tree by which a cut's
+/// Elements that one thread measures and hands over at once, counted from the beginning of a cut:
+/// small enough to stay in a core's cache in between, and a whole part of the tree by which a cut's
 /// squares are added up.
 inline constexpr uint64_t kGradientPieceElements = uint64_t{1} << 17;
 static_assert(kGradientCutElements % kGradientPieceElements == 0);
@@ -40,7 +40,7 @@ class GradientTracker {
     uint64_t count = 0;
     bool measured = true;  // false: a part of it, whose norm another rank measures
   };
-  /// What measure() found.
+  /// Result of measure().
   struct Measured {
     double sum_of_squares = 0;
     bool finite = true;
@@ -73,7 +73,7 @@ class GradientTracker {
   const Measured& measured(size_t piece) const { return found_[piece].measured; }
   /// As another rank has measured it.
   void set_measured(size_t piece, const Measured& measured) { found_[piece].measured = measured; }
-  /// Of the whole space, in order, whatever was given.
+  /// Pieces of the whole space, in order, whatever was given.
   std::vector<Piece> all_pieces() const;
 
   /// Sum of squares of measured pieces; infinite where a value is not finite.
@@ -90,7 +90,7 @@ class GradientTracker {
   const plan::ParameterSpace& space_;
   std::vector<size_t> first_piece_;  // of every range
   std::vector<Found> found_;         // of every piece
-  // Of this step:
+  // State of this step:
   std::vector<Span> skipped_;
   bool begun_ = false;
 };

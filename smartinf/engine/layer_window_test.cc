@@ -32,7 +32,7 @@ using ::testing::SizeIs;
 
 constexpr uint32_t kUnits = 8;
 
-/// Of equal length, so that subgroups lie across their borders.
+/// Units of equal length, so that subgroups lie across their borders.
 std::vector<plan::Unit> units_of(const Updater& updater) {
   const uint64_t count = updater.space().count();
   std::vector<plan::Unit> units;

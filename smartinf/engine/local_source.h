@@ -14,7 +14,7 @@ namespace smartinf::engine {
 /// a file system that cannot be written to.
 DeviceSources local_sources(const UpdaterOptions& options, bool read_only = false);
 
-/// Those of devices at these paths, with which nothing is trained: for their states.
+/// Sources of devices at these paths, for their states: nothing is trained with them.
 DeviceSources sources_at(const std::vector<std::string>& paths,
                          storage::RingKind ring = storage::RingKind::kAuto,
                          const serve::RemoteOptions& remote = {});

@@ -80,7 +80,8 @@ uint64_t available_memory_bytes() {
     if (meminfo >> kib) available = kib * base::kKiB;
     break;
   }
-  // Of a unified hierarchy (cgroup v2): "0::/path". A group without a limit says "max".
+  // A group's path in a unified hierarchy (cgroup v2): "0::/path". A group without a limit says
+  // "max".
   std::ifstream groups("/proc/self/cgroup");
   for (std::string line; std::getline(groups, line);) {
     if (!line.starts_with("0::")) continue;

@@ -14,7 +14,7 @@
 
 namespace smartinf::engine {
 
-/// Those of the rule, with a residual behind them or not.
+/// The planes of the rule, with a residual behind them or not.
 std::vector<base::PlaneKind> state_planes(kernels::UpdateRule rule, bool residual = false);
 
 /// Bytes that those planes of so many elements take on the drive.
@@ -25,14 +25,14 @@ uint64_t state_bytes(kernels::UpdateRule rule, base::StateFormat format, uint64_
 /// plan::plan_memory's.
 base::Result<plan::MemoryPlan> plan_buffers(const UpdaterOptions& options,
                                             const plan::ParameterSpace& space, uint32_t devices);
-/// Of an element, room on the drive for gradients that do not stay in memory; 0: all of them do.
+/// Bytes for an element on the drive, for gradients that do not stay in memory; 0: all of them do.
 uint32_t gradient_spill_bytes(const UpdaterOptions& options, const plan::ParameterSpace& space);
 
 /// Memory of this machine in all.
 uint64_t host_memory_bytes();
-/// What a process can still take: of the machine, and of the control group that it is in.
+/// Bytes that a process can still take: of the machine, and of the control group that it is in.
 uint64_t available_memory_bytes();
-/// What this process has in memory now.
+/// Bytes that this process has in memory now.
 uint64_t resident_memory_bytes();
 /// The most that it had since it was started; 0: unknown.
 uint64_t peak_memory_bytes();

@@ -119,7 +119,7 @@ storage::StoreLayout layout_of_run(const StateSize& state, kernels::UpdateRule r
   return layout;
 }
 
-/// What is decided before anything is made.
+/// A new run as it is decided before anything is made.
 struct NewRun {
   DeviceSet set;  // without devices
   plan::MemoryPlan memory;
@@ -274,7 +274,7 @@ Status check_new_run(const UpdaterOptions& options, const plan::ParameterSpace& 
   SI_RETURN_IF_ERROR(check_device_options(options, space));
   SI_RETURN_IF_ERROR(check_places(sources));
   const std::vector<DeviceBuild> builds = device_builds(options);
-  // By the drive's name, which among ranks is not known; and which device has which.
+  // Drives by name, which among ranks is not known; and which device has which.
   std::map<std::string, SharedDrive> drives;
   std::map<std::string, std::string> drive_of;
   for (size_t d = 0; d < sources.size(); ++d) {
@@ -293,7 +293,7 @@ Status check_new_run(const UpdaterOptions& options, const plan::ParameterSpace& 
       SI_ASSIGN_OR_RETURN(taken, bytes_of_old(options, builds[d], *source));
     }
     const DeviceOptions& device = builds[d].device;
-    // What a server's own limits are then is not known here.
+    // Limits that a server has of its own are not known here.
     uint64_t room = serve::is_remote(device.path) ? std::max(free, taken) : free + taken;
     if (device.capacity_bytes != 0) {
       room = std::min(room, device.capacity_bytes);

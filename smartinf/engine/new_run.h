@@ -19,7 +19,7 @@
 
 namespace smartinf::engine {
 
-/// Of a state that devices are to hold.
+/// Size of a state that devices are to hold.
 struct StateSize {
   base::StateFormat format = base::StateFormat::kF32;
   std::vector<base::PlaneKind> planes;

@@ -1,4 +1,4 @@
-// What a user can say about the engine and its devices. The recipe's [engine], [optimizer] and
+// Options of the engine and its devices that a user can set. The recipe's [engine], [optimizer] and
 // [[device]] tables map to these one to one.
 #pragma once
 
@@ -56,9 +56,9 @@ struct DeviceOptions {
   uint32_t threads = 0;         // processor threads; 0: the cores shared out among the devices
   double bandwidth = 0;         // relative, for placement; 0: measured at first use
   uint64_t capacity_bytes = 0;  // 0: what is free
-  uint64_t rated_endurance_bytes = 0;  // that the drive may be written in its life; 0: not known
+  uint64_t rated_endurance_bytes = 0;  // bytes written in the drive's rated life; 0: not known
   EmulatedLink internal_link;          // between store and processor
-  uint32_t rank = 0;                   // that drives it
+  uint32_t rank = 0;                   // the rank that drives it
   /// "cpu", or an OpenCL device (csd::parse_processor).
   std::string processor = "cpu";
   /// Counts what goes between this machine's memory and the processor's; null: not counted.
@@ -88,7 +88,8 @@ struct UpdaterOptions {
   uint64_t seed = 0;                                     // of stochastic rounding
   compress::CompressOptions compress;
   uint64_t memory_budget_bytes = plan::kMemoryBudgetBytes;  // slots; gradients, weights on top
-  /// Of state that stays in memory as well and is read from the drives once; on top of the budget.
+  /// Bytes of state that stay in memory as well and are read from the drives once; on top of the
+  /// budget.
   uint64_t state_cache_bytes = 0;
   uint64_t gradient_budget_bytes = ~uint64_t{0};  // above it gradients are spilled
   /// A new run has room on the devices for all gradients, also where they fit: a later opening may
@@ -118,7 +119,7 @@ struct UpdaterOptions {
   std::optional<base::StepNumber> recover_to;
   EmulatedLink host_link;       // one for all devices
   serve::RemoteOptions remote;  // for devices of other machines
-  /// What devices and links do is recorded there; null: nowhere. Read it when the updater is gone,
+  /// Trace that records what devices and links do; null: nowhere. Read it when the updater is gone,
   /// or between a wait_commit() and the next step.
   std::shared_ptr<csd::Trace> trace;
 };

@@ -96,7 +96,7 @@ TEST_F(RemoteDevices, StatesAreCopiedThereAndBack) {
     ASSERT_NE(updater, nullptr);
     initialize(*updater);
     run_steps(*updater, 1, 1, outcome);
-    // Of the open device.
+    // The state is that of the open device.
     auto run = updater->snapshot();
     ASSERT_TRUE(run.ok()) << run.status().to_string();
     CheckpointOptions checkpoint;

@@ -24,7 +24,7 @@ using base::Status;
 
 namespace {
 
-/// Of state on a drive that no target is on; for plan::place a device that is gone.
+/// Target of state on a drive that no target is on; for plan::place a device that is gone.
 constexpr uint32_t kNoTarget = ~uint32_t{0};
 
 /// One subgroup is read while another is written.
@@ -112,7 +112,7 @@ class Resharder {
     input.planes = from_.layout().planes;
     input.subgroup_elements =
         options_.subgroup_elements != 0 ? options_.subgroup_elements : from_.subgroup_elements();
-    // What is lent holds a subgroup of its lender's.
+    // Memory that is lent holds a subgroup of its lender's.
     uint64_t subgroup_elements = from_.subgroup_elements();
     if (options_.scratch_memory.empty()) {
       auto memory = plan::plan_memory(input);
@@ -196,7 +196,7 @@ class Resharder {
     layout.copied_step = from_.step;
     const csd::NewStateOptions new_state{options_.durability, options_.replace};
     made_.resize(targets_.size());
-    // Those last that cannot keep the old state until the new one is whole.
+    // Devices come last that cannot keep the old state until the new one is whole.
     for (const bool keeps : {true, false}) {
       for (uint32_t device = 0; device < targets_.size(); ++device) {
         if (of_other_rank(device) || targets_[device]->keeps_replaced() != keeps) continue;

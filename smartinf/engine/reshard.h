@@ -35,8 +35,8 @@ struct ReshardOptions {
   /// Target i gets what device i of the source has. What another process has
   /// (csd::Snapshot::elsewhere) is left to it, and so is its target.
   bool keep_places = false;
-  /// What targets hold makes room, but not before the new state is whole: it takes the old one's
-  /// place in the end, so both need room. A device that cannot hold two, as a block device
+  /// Whether the targets' states make room, but not before the new state is whole: it takes the old
+  /// one's place in the end, so both need room. A device that cannot hold two, as a block device
   /// (DeviceSource::keeps_replaced), loses the old one once all else is ready.
   bool replace = false;
   /// As given to the new run's devices, for messages; empty: the targets'.

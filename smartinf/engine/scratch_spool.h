@@ -17,10 +17,10 @@ namespace smartinf::engine {
 /// process ends. Threads: as Spool.
 class ScratchSpool {
  public:
-  /// Of options, `devices`, `spool_bytes`, `ring`, `io_bytes`, `io_depth` and `device_silence_max`
-  /// are read. A directory is made if it is missing. Errors, each naming the device:
-  /// kAlreadyExists, a run's state lies there; kInvalidArgument, no device, or none that is a
-  /// directory; kNoSpace, kPermissionDenied, kIo.
+  /// Opens a spool by the options `devices`, `spool_bytes`, `ring`, `io_bytes`, `io_depth` and
+  /// `device_silence_max`; the others are not read. A directory is made if it is missing. Errors,
+  /// each naming the device: kAlreadyExists, a run's state lies there; kInvalidArgument, no device,
+  /// or none that is a directory; kNoSpace, kPermissionDenied, kIo.
   static base::Result<std::unique_ptr<ScratchSpool>> open(const UpdaterOptions& options);
 
   Spool& spool() { return *spool_; }

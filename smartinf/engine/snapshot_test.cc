@@ -133,7 +133,7 @@ TEST_P(SnapshotContract, AStateMovesFromDeviceToDevice) {
   ASSERT_TRUE(found.has_value());
   EXPECT_EQ(found->step, 2u);
   EXPECT_EQ(found->client_metadata, "after step 2");
-  // What is there stays, unless it is to be replaced.
+  // State that is there stays, unless it is to be replaced.
   EXPECT_EQ(reshard(from, devices({"one"}), {}).status().code(), ErrorCode::kAlreadyExists);
   EXPECT_EQ(stored(devices({"one"})).layout().run, found->run);
   ReshardOptions replace;

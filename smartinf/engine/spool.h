@@ -24,7 +24,7 @@ namespace smartinf::engine {
 /// lives: who frees it gives it to retire().
 class Spool {
  public:
-  /// What put() returned; used up by drop().
+  /// Ticket that put() returns; used up by drop().
   struct Ticket {
     uint64_t value = 0;
     friend bool operator==(Ticket, Ticket) = default;

@@ -235,7 +235,7 @@ TEST_F(SpoolOverDevices, AFailingDriveIsNamedAndTheOthersSpansComeBack) {
   expect_back(again, data);  // it was damaged on its way only
 }
 
-/// It was given up, and its drive answers after all.
+/// A device that was given up may answer after all.
 TEST_F(SpoolOverDevices, MemoryThatALateDeviceMayUseStays) {
   DeviceWatch impatient(std::chrono::milliseconds(60));
   Spool spool(devices_, impatient);

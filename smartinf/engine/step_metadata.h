@@ -1,5 +1,5 @@
-// What the engine writes behind the trainer's client metadata where devices keep residuals: the
-// step these are of, and how far weights step ahead by them.
+// Metadata that the engine writes behind the trainer's where devices keep residuals: the step these
+// are of, and how far weights step ahead by them.
 #pragma once
 
 #include <optional>

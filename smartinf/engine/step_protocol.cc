@@ -103,7 +103,7 @@ Result<StepProtocol::Next> StepProtocol::abort() {
 
 // ---- Answers.
 
-// What is aborted may end with errors, which are nobody's.
+// Work that is aborted may end with errors, which are nobody's.
 void StepProtocol::failed(Status status) {
   if (phase_ != Phase::kAborting && error_.ok()) error_ = std::move(status);
 }
@@ -165,7 +165,7 @@ StepProtocol::Next StepProtocol::count() {
   return Next::kCommitted;
 }
 
-// Of step 0 nothing is left that could be gone back to.
+// Step 0 leaves nothing that could be gone back to.
 StepProtocol::Next StepProtocol::give_up() {
   if (!written_) return end(Phase::kUnwritten, std::move(error_));
   return enter(Phase::kAborting, Next::kAbort);

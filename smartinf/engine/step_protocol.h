@@ -42,7 +42,7 @@ class StepProtocol {
     kAborting,
     kBroken,  // the devices may disagree: only opening again can tell
   };
-  /// What the owner does now. All but kWait, kAgree and kCommitted go to every device, and each
+  /// The owner's next action. All but kWait, kAgree and kCommitted go to every device, and each
   /// device answers once.
   enum class Next : uint8_t {
     kWait,           // for a call or an answer
@@ -85,7 +85,7 @@ class StepProtocol {
   Next update_ended(base::Status status);
   /// To what Next said.
   Next answered(base::Status status);
-  /// What the ranks have agreed on. known: false if this one could not find out.
+  /// Takes what the ranks have agreed on. known: false if this one could not find out.
   Next agreed(base::Status status, bool known);
   /// Something of the step failed that is no answer.
   void failed(base::Status status);

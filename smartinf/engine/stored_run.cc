@@ -24,7 +24,7 @@ uint64_t StoredRun::subgroup_elements() const {
 uint64_t StoredRun::state_bytes() const {
   uint64_t bytes = 0;
   for (const auto& device : devices) {
-    // What a subgroup takes does not depend on how many of it there is room for.
+    // Bytes of a subgroup do not depend on how many of it there is room for.
     const auto geometry = storage::Geometry::make(device->layout(), 1);
     SI_CHECK(geometry.ok(), "a snapshot with a layout that is none");
     for (size_t i = 0; i < geometry->subgroups(); ++i) bytes += geometry->extent_bytes(i);

@@ -26,9 +26,9 @@ struct StoredRun {
   std::string client_metadata;
 
   const storage::StoreLayout& layout() const { return devices.front()->layout(); }
-  /// Of the largest subgroup.
+  /// Elements of the largest subgroup.
   uint64_t subgroup_elements() const;
-  /// Of all devices: what the planes of one state take.
+  /// Bytes that the planes of one state take on all devices.
   uint64_t state_bytes() const;
 
   /// A subgroup of the whole run and where it is; ascending by first element, without gaps.

@@ -94,7 +94,7 @@ class StripedWeights final : public WeightReader {
     std::vector<uint64_t> checksums;  // of its stripes, in their order
     bool ours = false;                // nothing that was somebody's is in it
   };
-  /// What is read: not changed any more once it is whole.
+  /// The files that are read: not changed any more once it is whole.
   struct Files final : WeightFileSet {
     Files(const StripedHeader& of, std::vector<File> all)
         : set(of), type(static_cast<base::DataType>(of.type)), files(std::move(all)) {}
@@ -127,7 +127,7 @@ class StripedWeights final : public WeightReader {
   const std::shared_ptr<Files> files_;
   const std::string description_;
   uint64_t written_ = 0;        // elements
-  base::AlignedBuffer stripe_;  // that is being written
+  base::AlignedBuffer stripe_;  // the stripe that is being written
   base::Status failure_;        // of writing
 };
 

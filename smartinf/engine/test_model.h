@@ -1,5 +1,5 @@
-// What the tests of updaters share: a parameter space, its gradients, kinds of updaters, and what a
-// run of some steps comes to.
+// Code that the tests of updaters share: a parameter space, its gradients, kinds of updaters, and
+// what a run of some steps comes to.
 #pragma once
 
 #include <algorithm>
@@ -42,7 +42,7 @@ inline plan::ParameterSpace contract_space() {
   return space;
 }
 
-/// Of one range.
+/// Matrices of a space of one range.
 inline std::vector<compress::MatrixLayout> flat_matrices(uint64_t elements) {
   plan::ParameterSpace space;
   EXPECT_TRUE(space.add("flat", {elements}, 0).ok());
@@ -166,7 +166,7 @@ inline void initialize(Updater& updater) {
       "start"));
 }
 
-/// What all must agree with: f32 planes in plain memory, one subgroup after another.
+/// The outcome that all must agree with: f32 planes in plain memory, one subgroup after another.
 inline const Outcome& reference(DataType gradient_type) {
   const auto compute = [](DataType type) {
     UpdaterOptions options;
@@ -196,7 +196,7 @@ class StatePlace {
 struct UpdaterKind {
   std::string name;
   std::function<std::unique_ptr<StatePlace>()> make_place;
-  /// What run_steps() comes to, by arithmetic of the kind's own.
+  /// The outcome of run_steps(), by arithmetic of the kind's own.
   std::function<const Outcome&()> reference;
   bool on_devices = true;  // else it can neither skip gradients nor edit the state
   bool in_place = false;   // an update cannot be aborted once it has begun
@@ -224,7 +224,7 @@ struct Variant {
   uint64_t state_cache_bytes = 0;
 };
 
-//// Of contract_space().
+/// Bytes of about half of the state of contract_space().
 inline constexpr uint64_t kHalfOfState = 9 * base::kMiB;
 
 inline std::ostream& operator<<(std::ostream& out, const Variant& variant) {

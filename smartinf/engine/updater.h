@@ -43,14 +43,14 @@ struct UpdateOptions {
   uint64_t number = 0;
 };
 
-/// What gradients of this norm are multiplied by so that it is at most norm_max (0: whatever it
-/// is), as torch's clip_grad_norm_ has it: the trainer and the Python package go by this one rule.
+/// Factor for gradients of this norm, so that it is at most norm_max (0: whatever it is), as
+/// torch's clip_grad_norm_ has it: the trainer and the Python package go by this one rule.
 inline double clip_factor(double norm, double norm_max) {
   return norm_max > 0 && std::isfinite(norm) ? std::min(1.0, norm_max / (norm + 1e-6)) : 1;
 }
 
-/// Of the gradients of a span of the space: this rank's part of the sum over all micro-batches of a
-/// step.
+/// Sums of gradients of a span of the space: this rank's part of the sum over all micro batches of
+/// a step.
 struct GradientSums {
   uint64_t micro_batches = 1;                   // of the step, on all ranks together
   base::DataType type = base::DataType::kBf16;  // of the gradient of one micro-batch
@@ -72,7 +72,7 @@ struct UpdaterTraffic {
   std::vector<base::TrafficReading> store_by_device;
   uint64_t state_bytes_cached = 0;  // of state that was in memory and not read from a drive
 
-  /// What passed between an earlier reading of the same updater and this one.
+  /// Traffic between an earlier reading of the same updater and this one.
   UpdaterTraffic since(const UpdaterTraffic& earlier) const;
 };
 
@@ -105,7 +105,7 @@ class Updater : public WeightSource {
 
   virtual bool fresh() const = 0;
   virtual base::StepNumber committed_step() const = 0;
-  virtual std::string client_metadata() const = 0;  // what the trainer gave to the committed step
+  virtual std::string client_metadata() const = 0;  // the trainer's text of the committed step
   virtual const plan::ParameterSpace& space() const = 0;
 
   /// Puts master weights of elements [first, first + out.size()) into out.
@@ -219,7 +219,7 @@ class Updater : public WeightSource {
   /// started: before anything but this updater reads the state. The destructor of one over devices
   /// does so too, but can only log a failure. Ok where every step is written.
   virtual base::Status flush() { return wait_commit(); }
-  /// What the devices hold, opened for reading: after flush(), before the next begin_step().
+  /// Opens what the devices hold for reading: after flush(), before the next begin_step().
   /// Errors: of each device (named); kUnsupported where state is not on devices.
   virtual base::Result<StoredRun> snapshot();
   /// Both at once.

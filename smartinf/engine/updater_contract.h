@@ -96,7 +96,7 @@ TEST_P(UpdaterContract, EarlyUpdatesGiveTheSameBits) {
   EXPECT_EQ(outcome, expected);
 }
 
-/// What was updated early and then has to stay as it was.
+/// State that was updated early has to stay as it was.
 TEST_P(UpdaterContract, AnEarlyUpdateIsTakenBack) {
   const auto updater = open_fresh();
   if (const base::Status possible = updater->early_update_possible(); !possible.ok()) {
@@ -330,8 +330,8 @@ TEST_P(UpdaterContract, StateIsReadOnceAndInOrder) {
   expect_ok(updater->read_state(0, cancel));  // nothing is wanted
 }
 
-// What has a gradient changes as if everything had one; what has none keeps its bits and, where a
-// whole subgroup is left alone, is not even read.
+// Ranges that have a gradient change as if everything had one; a range that has none keeps its bits
+// and, where a whole subgroup is left alone, is not even read.
 TEST_P(UpdaterContract, SkippedRangesStayAsTheyAre) {
   const auto updater = open_fresh();
   if (!GetParam().on_devices) {

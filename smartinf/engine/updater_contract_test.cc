@@ -24,7 +24,7 @@ INSTANTIATE_TEST_SUITE_P(All, UpdaterContract, ::testing::ValuesIn(all_kinds()),
 INSTANTIATE_TEST_SUITE_P(Ranks, UpdaterContract, ::testing::ValuesIn(ranks_kinds()),
                          [](const auto& kind) { return kind.param.name; });
 
-/// That weights could be fetched changes nothing for who does not.
+/// Updaters whose weights could be fetched work the same where nobody fetches.
 INSTANTIATE_TEST_SUITE_P(Streaming, UpdaterContract, ::testing::ValuesIn([] {
                            std::vector<UpdaterKind> kinds = all_kinds(true);
                            std::erase_if(kinds, [](const UpdaterKind& kind) {

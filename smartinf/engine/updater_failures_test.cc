@@ -164,7 +164,8 @@ TEST(StateCache, SavesReadsOfTheSlowestDeviceFirst) {
   const StepMoved second = moved_in_step(**updater, 2);
   EXPECT_EQ(second.cached, (*updater)->state_cache_bytes());
   EXPECT_LE(second.cached, options.state_cache_bytes);
-  // What is left is less than a subgroup, and the last one, which is shorter, counts as whole.
+  // The rest of the budget is less than a subgroup, and the last one, which is shorter, counts as
+  // whole.
   EXPECT_GT(second.cached, options.state_cache_bytes - 2 * 12 * kBlock);
   EXPECT_EQ(second.read, first.read - second.cached);
   EXPECT_EQ(second.written, first.written);

@@ -183,7 +183,7 @@ TEST_P(FailingCommand, NamesTheDeviceAndLeavesTheLastCommittedStep) {
   const base::Status failed = step(*updater, 2);
   EXPECT_EQ(failed.code(), ErrorCode::kIo);
   EXPECT_THAT(failed.to_string(), HasSubstr("drive1"));
-  // Whatever had not been aborted by commit is now.
+  // The step is aborted now, where it had not been by commit.
   ASSERT_TRUE(updater->abort().ok());
   EXPECT_EQ(updater->committed_step(), 1u);
   EXPECT_EQ(updater->client_metadata(), "step 1");

@@ -357,8 +357,8 @@ TEST(LoadedWeights, AreReadOnlyWhereThereIsAPlaceForThem) {
   EXPECT_EQ(0, std::memcmp(some.data(), all.data(), kPlaces * sizeof(base::Bf16)));
 }
 
-/// It waits for the trainer, who may compute for as long as he likes; one that owes weights does
-/// not.
+/// An update that waits for the trainer, who may compute for as long as he likes, is no reason to
+/// give up its device; weights that it owes are.
 TEST(FetchedWeights, ADeviceIsGivenUpWhenItOwesThemAndNotWhileItsUpdateWaits) {
   FakesPlace place(true);
   place.options().device_silence_max = std::chrono::milliseconds(100);

@@ -23,7 +23,7 @@ constexpr unsigned kThreads = 4;  // reads in flight
 
 }  // namespace
 
-/// What is read, and what has been. Threads: any, with the mutex.
+/// Reads that are asked for, and those that are done. Threads: any, with the mutex.
 struct WeightReader::Reads {
   explicit Reads(std::shared_ptr<const WeightFileSet> from) : files(std::move(from)) {}
 

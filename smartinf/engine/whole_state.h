@@ -15,7 +15,7 @@
 
 namespace smartinf::engine {
 
-/// Of several ranks each reads and writes what its own devices have.
+/// Reads and writes the whole state; each of several ranks what its own devices have.
 /// Threads: one caller, with no step being committed.
 class WholeState {
  public:

@@ -31,7 +31,8 @@ SI_CONSTANT(uint32_t, kRuleSgdMomentum) = 2;
 SI_CONSTANT(uint32_t, kRuleAdagrad) = 3;
 SI_CONSTANT(uint32_t, kRuleLion) = 4;
 
-/// What an element's update takes of StepScalars; words of 32 bits, the same on every processor.
+/// The part of StepScalars that an element's update takes; words of 32 bits, the same on every
+/// processor.
 typedef struct RuleScalars {
   uint32_t rule;  // UpdateRule
   uint32_t skip;  // 1: state is left as it is
@@ -51,7 +52,7 @@ typedef struct RuleScalars {
   SI_F32 initial_variance;
 } RuleScalars;
 
-/// What one element keeps between steps. A rule leaves alone what it does not keep.
+/// State that one element keeps between steps. A rule leaves alone what it does not keep.
 typedef struct ElementState {
   SI_F32 master;
   SI_F32 momentum;
@@ -209,7 +210,7 @@ SI_CONSTANT(int, kVarianceCut) = 18;
 SI_CONSTANT(uint32_t, kMomentumCodes) = 128;  // of each sign
 SI_CONSTANT(uint32_t, kVarianceCodes) = 256;
 
-/// What a code stands for in steps. code < kMomentumCodes or kVarianceCodes.
+/// Value that a code stands for, in steps. code < kMomentumCodes or kVarianceCodes.
 SI_FUNCTION SI_F32 code_value(uint32_t code, int cut) {
   return SI_FLOAT_OF(kCodeBiasBits | (code << cut)) - kCodeBias;
 }

@@ -48,7 +48,7 @@ std::vector<float> any_plane(PlaneKind kind) {
 
 PlaneKind any_kind() { return *rc::gen::element(PlaneKind::kMomentum, PlaneKind::kVariance); }
 
-/// What q8 keeps of a value: itself or its root.
+/// The value as q8 keeps it: itself or its root.
 float kept(PlaneKind kind, float value) {
   return kind == PlaneKind::kVariance ? std::sqrt(value) : value;
 }

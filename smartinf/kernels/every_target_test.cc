@@ -351,7 +351,7 @@ TEST_P(EveryTarget, UpdatesAgreeWithGivenSquaresForTheVariance) {
   }
 }
 
-// What a tile leaves to the next one is done whatever that one holds.
+// Work that a tile leaves to the next one is done whatever that one holds.
 TEST_P(EveryTarget, UpdatesAgreeForTilesOfAllKinds) {
   for (const RuleOptions& options : every_option()) {
     for (const StateFormat format : kFormats) {

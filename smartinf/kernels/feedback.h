@@ -16,7 +16,7 @@ namespace smartinf::kernels {
 void add_feedback(const KernelTable& table, std::span<const base::Bf16> gradient,
                   std::span<const base::Bf16> residual, float scale, std::span<float> out);
 
-/// What a block of a step adds up.
+/// Input of error feedback for a block of a step: gradient and residual are added up.
 struct FeedbackBlock {
   std::span<const base::Bf16> gradient;  // [n]
   std::span<const base::Bf16> residual;  // [n]

@@ -1,4 +1,4 @@
-// What each instruction set implements of error feedback. The public side is feedback.h.
+// Kernels of error feedback, one set for each instruction set. The public side is feedback.h.
 #pragma once
 
 #include <array>
@@ -33,7 +33,7 @@ inline constexpr float kSquaresLeast = 1e-28f;
 // The new residual is rounded by such groups too.
 static_assert(kSquaresGroup == base::kQ8GroupElements);
 
-/// What ahead() reads of n elements.
+/// Input of ahead(), n elements.
 struct StepAheadPass {
   const base::Bf16* residual = nullptr;
   float lr = 0;

@@ -75,7 +75,7 @@ TEST(MatrixSquares, EveryTargetGivesTheSameBits) {
       auto matrix = values_of(rows * columns + 1, 8);
       if (matrix.size() > 300) matrix[300] = base::to_bf16(3e30f);  // whose square is NaN
       const auto run = [&](const KernelTable& table) {
-        // They are added to what is there.
+        // Sums are added to what is there.
         Sums sums{std::vector<float>(rows + 1, 0.5f), std::vector<float>(columns + 1, 0.25f)};
         add_matrix_squares(table, std::span(matrix).subspan(1), 0.37f,
                            std::span(sums.rows).first(rows),
@@ -169,7 +169,7 @@ TEST(StepAhead, EveryTargetGivesTheSameBits) {
     auto residual = values_of(n, 5);
     const auto start = values_of(n, 6);
     auto roots = roots_of(n);
-    // What is NaN stays NaN, wherever in a vector it lies.
+    // A NaN stays NaN, wherever in a vector it lies.
     for (size_t i = 0; i < n; i += 19) residual[i] = base::Bf16{0x7fc0};
     for (size_t i = 3; i < n; i += 23) residual[i] = base::Bf16{0xff80};  // -infinity
     for (size_t i = 5; i < n; i += 29) roots[i] = std::numeric_limits<float>::infinity();

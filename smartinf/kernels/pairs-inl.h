@@ -1,6 +1,7 @@
-// What passes of error feedback over bf16 share. They widen and narrow without moving bits between
-// 32-bit lanes: a vector holds elements 0, 2, 4, ... of two vectors' worth in a row and another
-// 1, 3, 5, ... Compiled for every instruction set: it is included once by each, after highway.h.
+// Code shared by passes of error feedback over bf16. They widen and narrow without moving bits
+// between 32-bit lanes: a vector holds elements 0, 2, 4, ... of two vectors' worth in a row and
+// another 1, 3, 5, ... Compiled for every instruction set: it is included once by each, after
+// highway.h.
 #if defined(SMARTINF_KERNELS_PAIRS_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef SMARTINF_KERNELS_PAIRS_INL_H_
 #undef SMARTINF_KERNELS_PAIRS_INL_H_

@@ -84,7 +84,7 @@ HWY_INLINE VF code_times_step(VU z, VF step) {
 }
 static_assert(kCodeBias == 2.0f);
 
-// What the codes in byte kByte of each lane stand for.
+// Values of the codes in byte kByte of each lane.
 template <PlaneKind kKind, int kByte>
 HWY_INLINE VF decode(VU words, VF step) {
   // The code's bits move from 8 * kByte to `cut`.

@@ -36,7 +36,7 @@ HWY_INLINE StateVectors zero_state() {
 // Each rule holds its scalars, one in every lane; update() does one step, and nan_probe() is NaN in
 // a lane where any of the new values is.
 
-// What Adam, SGD and Adagrad do with L2 decay. kDecays: whether there is any.
+// The L2 decay of Adam, SGD and Adagrad. kDecays: whether there is any.
 template <bool kDecays>
 struct GradientDecay {
   explicit GradientDecay(const StepScalars& s) : weight_decay(set(s.weight_decay)) {}
@@ -47,7 +47,7 @@ struct GradientDecay {
   VF weight_decay;
 };
 
-// What both forms of Adam do once they have the momentum.
+// The end of both forms of Adam, once they have the momentum.
 struct AdamEnd {
   explicit AdamEnd(const StepScalars& s)
       : decay_factor(set(s.decay_factor)),

@@ -214,7 +214,7 @@ size_t top_k_near(const KernelTable& table, std::span<const float> in, size_t k,
     const SelectionKernels& kernels = table.tiles().selection;
     const size_t found =
         kernels.collect_from(in.data(), in.size(), lowest, candidates_max, indices, values);
-    // Of as many as there is room for there may be more.
+    // Where all the room is used there may be more elements.
     if (found >= k && found < candidates_max) {
       std::array<float, kCandidatesMax> spare;
       const Threshold exact =

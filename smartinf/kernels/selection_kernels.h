@@ -1,5 +1,5 @@
-// What each instruction set implements of the selection. The search for the threshold is written
-// once, in selection.cc.
+// Kernels of the selection, one set for each instruction set. The search for the threshold is
+// written once, in selection.cc.
 #pragma once
 
 #include <array>
@@ -32,7 +32,7 @@ struct Threshold {
   int32_t magnitude = -1;
   size_t ties = 0;
 };
-/// Of the smallest that is taken, where the threshold is threshold_among()'s.
+/// Magnitude of the smallest that is taken, where the threshold is threshold_among()'s.
 inline int32_t kth_magnitude(const Threshold& threshold) {
   return threshold.ties > 0 ? threshold.magnitude : threshold.magnitude + 1;
 }
@@ -55,7 +55,8 @@ struct SelectionKernels {
                          float* values);
   /// How many magnitudes are above each threshold.
   CountsAbove (*count_above)(const float* in, size_t n, const Thresholds& thresholds);
-  /// Those above `low` and at most `high`, in any order. Returns how many.
+  /// Writes the elements with magnitudes above `low` and at most `high`, in any order. Returns how
+  /// many.
   /// Shapes: out: [n], may be `in`.
   size_t (*between)(const float* in, size_t n, int32_t low, int32_t high, float* out);
 };

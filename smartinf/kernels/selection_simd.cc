@@ -68,7 +68,7 @@ void count_digits(const float* in, size_t n, const DigitOfMagnitude& digit, uint
   if (i < n) scalar_selection().count_digits(in + i, n - i, digit, counts);
 }
 
-// What a vector cannot do: ties, and the ends of input and output.
+// Collects one element, for what a vector cannot do: ties, and the ends of input and output.
 HWY_INLINE void collect_one(const float* in, size_t i, Threshold& threshold, size_t& taken,
                             uint32_t* indices, float* values) {
   const auto magnitude = magnitude_of(in[i]);

@@ -16,7 +16,7 @@
 namespace smartinf::kernels {
 namespace {
 
-/// By sorting: larger magnitude first, then lower index.
+/// Selects by sorting: larger magnitude first, then lower index.
 std::vector<uint32_t> sorted_top_k(const std::vector<float>& in, size_t k) {
   std::vector<uint32_t> order(in.size());
   std::iota(order.begin(), order.end(), 0u);
@@ -109,7 +109,7 @@ RC_GTEST_PROP(TopK, AgreesWithSorting, ()) {
   }
 }
 
-// Whatever the guess of the threshold is.
+// The guess of the threshold does not change the result.
 TEST(TopK, NearAThresholdFindsTheSame) {
   std::mt19937 random(6);
   std::normal_distribution<float> normal(0, 1e-3f);

@@ -126,9 +126,8 @@ struct Collected {
   size_t found = 0;
   int32_t lowest = 0;
 };
-/// What the threshold of the step before is off by is found out in the second-level cache, where
-/// the first try has left the block: between a magnitude that too many have and one that too few
-/// have.
+/// Corrects the threshold of the step before in the second-level cache, where the first try has
+/// left the block: between a magnitude that too many have and one that too few have.
 std::optional<Collected> collect_near(const SignKernels& kernels, const SignsPass& pass, size_t n,
                                       size_t k, float threshold, std::span<float> out) {
   constexpr float kNear = 0.9f;

@@ -1,4 +1,4 @@
-// What each instruction set implements for blocks that send signs. The public side is signs.h.
+// Kernels for blocks that send signs, one set for each instruction set. The public side is signs.h.
 #pragma once
 
 #include <cstddef>
@@ -10,14 +10,14 @@
 
 namespace smartinf::kernels {
 
-/// What both passes read of n elements. element: a multiple of kSquaresGroup.
+/// Input of both passes, n elements. element: a multiple of kSquaresGroup.
 struct SignsPass {
   const base::Bf16* gradient = nullptr;
   const base::Bf16* residual = nullptr;
   float scale = 1;
   size_t fetch = 0;  // elements behind these that will be read next
 
-  /// Of the elements from i on.
+  /// The pass over the elements from i on.
   SignsPass from(size_t i) const {
     SignsPass rest = *this;
     rest.gradient += i;
@@ -28,17 +28,17 @@ struct SignsPass {
 
 inline constexpr int32_t kLargestBf16 = 0x7f7f;
 
-/// What the second pass writes.
+/// Output of the second pass.
 struct SignsOut {
   uint64_t element = 0;                // the first one's place in the parameter space
   uint64_t rounding_seed = 0;          // as in state_codec.h
   Threshold threshold;                 // of what is sent; ties are used up
-  float magnitude = 0;                 // that it is sent as
+  float magnitude = 0;                 // the magnitude that is sent for all
   base::Bf16* new_residual = nullptr;  // [n]
   uint64_t* sent = nullptr;            // [divide_up(n, 64)]
   uint64_t* negative = nullptr;
 
-  /// Of the elements from i on, a multiple of kSquaresGroup.
+  /// The output of the elements from i on, a multiple of kSquaresGroup.
   SignsOut from(size_t i) const {
     SignsOut rest = *this;
     rest.element += i;
@@ -49,7 +49,7 @@ struct SignsOut {
   }
 };
 
-/// What split() reads.
+/// Input of split().
 struct GapsToSplit {
   const uint32_t* ends = nullptr;  // [2 * pairs + 1]
   size_t pairs = 0;

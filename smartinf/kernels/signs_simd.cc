@@ -99,7 +99,7 @@ double sum_above(const float* in, size_t n, int32_t threshold) {
   return sum + scalar_signs().sum_above(in + i, n - i, threshold);
 }
 
-// What residual() does of one group. above: thresholds that what is sent is above.
+// Results of residual() for one group. above: thresholds that what is sent is above.
 struct ResidualGroup {
   double squares = 0;
   size_t ties = 0;  // elements as large as the threshold

@@ -18,7 +18,7 @@
 namespace smartinf::kernels {
 namespace {
 
-/// Of a normal distribution, on multiples of 1 / steps where many shall be equal.
+/// Values of a normal distribution, on multiples of 1 / steps where many shall be equal.
 std::vector<base::Bf16> gradients_of(size_t n, uint32_t seed, float steps = 0) {
   std::mt19937 random(seed);
   std::normal_distribution<float> usual(0, 1);
@@ -42,7 +42,7 @@ struct Made {
   double squares = 0;
 };
 
-/// By the functions that do a part each.
+/// The result of the functions that do a part each.
 Made in_stages(const KernelTable& table, const FeedbackBlock& block, size_t k) {
   const size_t n = block.gradient.size();
   Made made{.new_residual = std::vector<base::Bf16>(n),

@@ -1,4 +1,4 @@
-// What the tests of this room share.
+// Code that the tests of this module share.
 #pragma once
 
 #include <cstddef>

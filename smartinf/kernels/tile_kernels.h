@@ -1,6 +1,6 @@
-// What each instruction set implements: the stages of an update over one tile of at most 256
-// elements, small enough that everything between two stages stays in the first-level cache. The
-// order of the stages, blocks and groups is written once, in update.cc.
+// Kernels of the stages of an update over one tile, one set for each instruction set. A tile is at
+// most 256 elements, small enough that everything between two stages stays in the first-level
+// cache. The order of the stages, blocks and groups is written once, in update.cc.
 #pragma once
 
 #include <cstddef>

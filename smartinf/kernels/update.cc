@@ -119,7 +119,7 @@ class SquaresCursor {
       : tiles_(tiles), rows_(rows) {}
   bool given() const { return !rows_.empty(); }
 
-  /// Those of the next elements.
+  /// Writes the squares of the next elements.
   void take(std::span<float> out) {
     each(out.size(), [&](const SecondMomentRow& row, uint64_t from, size_t count) {
       tiles_.multiply(row.columns + from, row.mean, out.data(), count);

@@ -56,7 +56,7 @@ struct RuleOptions {
   double initial_accumulator_value = 0;  // Adagrad
 };
 
-/// What differs between ranges of the parameter space in one step (torch's param_groups).
+/// Options that differ between ranges of the parameter space in one step (torch's param_groups).
 struct GroupOptions {
   double lr = 1e-3;
   double weight_decay = 0;

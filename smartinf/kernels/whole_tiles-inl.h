@@ -40,14 +40,14 @@ constexpr size_t kAheadElements = 2048;
 constexpr size_t kPrefetchElements = 64;  // at once: at least a line of every plane, in any format
 static_assert(kTileElements % kPrefetchElements == 0);
 
-// Of one plane, `width` bytes an element. Addresses beyond its end do no harm.
+// Prefetches from one plane, `width` bytes an element. Addresses beyond its end do no harm.
 HWY_INLINE void prefetch(const void* plane, size_t element, size_t width) {
   constexpr size_t kLineBytes = 64;
   const auto* line = static_cast<const char*>(plane) + (element + kAheadElements) * width;
   for (size_t i = 0; i < kPrefetchElements * width; i += kLineBytes) hwy::Prefetch(line + i);
 }
 
-/// What all tiles of a call share. kGradient: the type of the gradients.
+/// State that all tiles of a call share. kGradient: the type of the gradients.
 template <typename Rule, DataType kGradient>
 class TileStep {
  public:

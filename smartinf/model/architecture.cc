@@ -10,7 +10,7 @@
 namespace smartinf::model {
 namespace {
 
-// What the families call their tensors, without ".weight" and ".bias".
+// Names of a family's tensors, without ".weight" and ".bias".
 struct Names {
   std::string_view embedding = "model.embed_tokens";
   std::string_view layers = "model.layers";

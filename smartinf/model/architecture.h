@@ -1,6 +1,6 @@
-// What a decoder-only transformer is made of: one description for all families, made of shared
-// blocks. Names and shapes of its tensors are those of Hugging Face's transformers, so that import
-// and export are casts and copies. What the blocks compute is in train/model.h.
+// Description of a decoder-only transformer, one for all families, made of shared blocks. Names and
+// shapes of its tensors are those of Hugging Face's transformers, so that import and export are
+// casts and copies. What the blocks compute is in train/model.h.
 #pragma once
 
 #include <array>
@@ -56,10 +56,10 @@ struct Rope {
   bool truncate = true;                   // yarn
 };
 
-/// Of `head_width` elements: one frequency for each pair, radians per position, as transformers
-/// computes them in f32.
+/// Frequencies of a head of `head_width` elements: one for each pair, radians per position, as
+/// transformers computes them in f32.
 std::vector<float> rope_frequencies(const Rope& rope, uint32_t head_width);
-/// What sines and cosines are multiplied by.
+/// The factor of sines and cosines.
 double rope_magnitude(const Rope& rope);
 
 struct Architecture {
@@ -75,7 +75,7 @@ struct Architecture {
 
   Norm norm = Norm::kRms;
   double norm_eps = 1e-5;
-  bool norm_after = false;  // what attention and feed-forward give is normalized as well
+  bool norm_after = false;  // results of attention and feed-forward are normalized as well
   Activation activation = Activation::kSilu;
   bool gated = true;  // feed-forward: down(activation(gate x) * up x), else down(activation(up x))
   bool qkv_bias = false;
@@ -105,7 +105,7 @@ struct Architecture {
   uint32_t kv_width() const { return kv_heads * head_width; }
 };
 
-/// What a parameter does. Neighbouring tensors of one part are used as one, joined along their
+/// The purpose of a parameter. Neighbouring tensors of one part are used as one, joined along their
 /// first extent: query, key and value are one matrix product, and so are gate and up.
 enum class Part : uint8_t {
   kEmbedding,
@@ -150,7 +150,7 @@ inline constexpr uint32_t kVectorGroup = 1;
 inline constexpr uint32_t kGroups = 2;
 base::Result<plan::ParameterSpace> make_parameter_space(const Architecture& architecture);
 
-/// Those of plan::make_units.
+/// The units that plan::make_units makes of it.
 std::vector<plan::Unit> make_units(const Architecture& architecture);
 
 }  // namespace smartinf::model

@@ -38,9 +38,9 @@ uint64_t product(std::initializer_list<uint64_t> extents) {
   return static_cast<uint64_t>(all);
 }
 
-// Of keys that decide sizes, where they do not follow from others; under the last of the names that
-// are read one after the other, so that each of the names can be given. A key that is null is
-// given.
+// Defaults of keys that decide sizes, where they do not follow from others; under the last of the
+// names that are read one after the other, so that each of the names can be given. A key that is
+// null is given.
 const Json& class_defaults() {
   static const Json defaults = Json::parse(R"({
     "mistral": {"num_key_value_heads": 8},
@@ -123,7 +123,7 @@ class Keys {
     return value != nullptr && value->is_array() &&
            std::find(value->begin(), value->end(), number) != value->end();
   }
-  /// Of the class that the file was written from: "LlamaForCausalLM".
+  /// Whether the class that the file was written from ("LlamaForCausalLM") ends so.
   bool architecture_ends(std::string_view end) const {
     const Json* value = find({"architectures"});
     if (value == nullptr || !value->is_array() || value->empty()) return false;
@@ -186,7 +186,7 @@ class Counter {
   uint64_t* section_;
 };
 
-/// Of a decoder whose layers are attention and a feed-forward part, what families differ in.
+/// The differences between families of decoders whose layers are attention and a feed-forward part.
 struct Form {
   bool tied = false;  // where the file does not say
   bool qkv_bias = false;
@@ -668,7 +668,7 @@ void count_jamba(Keys& keys, Counter& counter, ConfigCounts& counts) {
   output_head(keys, counter, form, counts);
 }
 
-/// By the usual names, and so many parameters.
+/// Counts a model of an unknown family, by the usual names, with so many parameters.
 void count_unknown(Keys& keys, uint64_t parameters, ConfigCounts& counts) {
   read_shape(keys, counts);
   const uint64_t layers = layers_of(keys);
@@ -801,7 +801,7 @@ plan::TrainingModel training_model(const Architecture& model, uint64_t tokens) {
   shape.heads = model.heads;
   shape.query_width = model.query_width();
   shape.kv_width = model.kv_width();
-  // Of a token, in all experts that it goes through.
+  // The width that a token goes through, in all of its experts.
   shape.mlp_width = uint64_t{model.mlp_width} * std::max(1u, model.experts_per_token);
   shape.gated = model.gated;
   shape.vocabulary = model.vocabulary;

@@ -33,7 +33,7 @@ struct ConfigCounts {
   uint64_t heads = 0;
   uint64_t kv_heads = 0;
   uint64_t head_width = 0;
-  uint64_t mlp_width = 0;   // that a token goes through
+  uint64_t mlp_width = 0;   // width that a token goes through
   uint64_t vocabulary = 0;  // 0: no logits of tokens
   uint64_t context = 0;     // longest sequence
   bool gated = false;
@@ -42,8 +42,8 @@ struct ConfigCounts {
   uint64_t parameters() const;
 };
 
-/// What transformers' class of a model_type takes where config.json lacks the key; 0: none, or what
-/// follows from other keys.
+/// The value that transformers' class of a model_type takes where config.json lacks the key; 0:
+/// none, or what follows from other keys.
 uint32_t class_default(std::string_view model_type, std::string_view key);
 
 /// parameters: of a model_type that is not known here; the shape is then read under the usual
@@ -53,7 +53,7 @@ uint32_t class_default(std::string_view model_type, std::string_view key);
 base::Result<ConfigCounts> count_config(const std::string& text, const std::string& path,
                                         uint64_t parameters = 0);
 
-/// What of an architecture decides a training step's memory. tokens: of a micro batch.
+/// The part of an architecture that decides a training step's memory. tokens: of a micro batch.
 plan::TrainingModel training_model(const Architecture& architecture, uint64_t tokens);
 
 }  // namespace smartinf::model

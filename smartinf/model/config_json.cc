@@ -23,7 +23,7 @@ using base::Result;
 using base::Status;
 using Json = nlohmann::ordered_json;
 
-// What transformers' classes know and what does not change what a step of training computes.
+// Keys that transformers' classes know and that do not change what a step of training computes.
 constexpr auto kHarmless = std::to_array<std::string_view>({"_name_or_path",
                                                             "name_or_path",
                                                             "_commit_hash",
@@ -62,7 +62,7 @@ constexpr double kNormEpsLeast = 1e-30;
 // Every tensor is listed before it is looked for, and what is listed takes memory.
 constexpr uint32_t kFeedForwardsMax = uint32_t{1} << 16;
 
-// What transformers' class of a family takes where a key is not given.
+// Values that transformers' class of a family takes where a key is not given.
 struct Defaults {
   uint32_t positions = 0;
   double norm_eps = 1e-6;
@@ -167,7 +167,7 @@ Rope read_rope_object(KeyReader& outer, const Json& object, const std::string& p
   } else if (scaled && partial != nullptr) {
     outer.must_be("partial_rotary_factor", 1.0);
   }
-  // Of one set for each kind of layers, where the family has one for all.
+  // Parameters of one set for each kind of layers are refused, where the family has one for all.
   for (const char* kind : {"full_attention", "sliding_attention"}) {
     if (keys.has(kind)) keys.unsupported(kind, *keys.find(kind));
   }
@@ -312,7 +312,7 @@ void read_gemma(KeyReader& keys, Architecture& model) {
       model);
 }
 
-/// By layer, of the families whose layers may have one each.
+/// Reads windows by layer, of the families whose layers may have one each.
 void read_windows_of_family(KeyReader& keys, Architecture& model) {
   const auto all = [](bool slides) { return [slides](uint32_t) { return slides; }; };
   switch (model.family) {
@@ -440,7 +440,7 @@ void read_gpt2(KeyReader& keys, Architecture& model) {
   }
 }
 
-/// What transformers computes with in every model, whatever its class knows.
+/// Reads the keys that transformers heeds in every model, whatever its class knows.
 void read_what_all_have(KeyReader& keys) {
   keys.must_be("quantization_config", Json());
   keys.must_be("is_causal", true);
@@ -450,7 +450,7 @@ void read_what_all_have(KeyReader& keys) {
   keys.must_be("attribute_map", Json::object());
 }
 
-/// What no key's own check says.
+/// Checks what no key's own check says.
 Status check(const Architecture& model, const base::ErrorPlace& place) {
   const auto wrong = [&](std::string what) {
     return Status(ErrorCode::kCorrupt, "config.json: " + std::move(what),
@@ -488,7 +488,7 @@ std::vector<int64_t> read_tokens(KeyReader& keys, const std::string& key) {
   return tokens;
 }
 
-/// Those that a vocabulary has; of others there is a note.
+/// The end tokens that a vocabulary has; of others there is a note.
 EndTokens end_tokens(KeyReader& keys, std::string_view file, uint32_t vocabulary) {
   EndTokens found{read_tokens(keys, "eos_token_id"), {}};
   std::vector<int64_t> strange;

@@ -24,12 +24,12 @@ struct Config {
   Architecture architecture;
   std::optional<base::DataType> type;  // of the tensors in the files, where it says so
   EndTokens end;
-  std::string remark;        // what training does not do as it says: dropout; empty: nothing
+  std::string remark;        // a part of it that training leaves out: dropout; empty: nothing
   std::string unknown_keys;  // which keys change nothing, and why; empty: there are none
 };
 
-/// What transformers makes of it: keys that its class of this model_type does not know change
-/// nothing. ignored: keys that the user knows to change nothing, which `option` names (for
+/// Reads config.json as transformers does: keys that its class of this model_type does not know
+/// change nothing. ignored: keys that the user knows to change nothing, which `option` names (for
 /// messages, as `path` is). Errors: kCorrupt for what is no config.json or has a value that cannot
 /// be; kUnsupported for another family, and for what transformers computes otherwise, by all of its
 /// keys.
@@ -41,7 +41,7 @@ base::Result<Config> read_config(const std::string& text, const std::string& pat
 base::Result<EndTokens> read_generation_config(const std::string& text, const std::string& path,
                                                uint32_t vocabulary);
 
-/// Of a model without a config.json of its own (Family::kLlama). `eos_token` < 0: unknown.
+/// The config.json of a model without one of its own (Family::kLlama). `eos_token` < 0: unknown.
 std::string write_config(const Architecture& architecture, base::DataType type, int64_t eos_token);
 /// The same text but for the type of the tensors. text: what read_config() accepted.
 std::string with_type(const std::string& text, base::DataType type);

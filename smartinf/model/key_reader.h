@@ -16,13 +16,13 @@
 
 namespace smartinf::model {
 
-/// Of what is wrong the first is kept, of what is not implemented all. Threads: one.
+/// Reads keys one by one. Of errors the first is kept, of unsupported keys all. Threads: one.
 class KeyReader {
  public:
   using Json = nlohmann::ordered_json;
 
-  /// Of a file's text, before it is made a Json. Errors: kCorrupt, it has more keys than a model's
-  /// config can have.
+  /// Checks a file's text, before it is made a Json. Errors: kCorrupt, it has more keys than a
+  /// model's config can have.
   static base::Status check_keys(std::string_view text, std::string_view file,
                                  const std::string& path);
   static constexpr uint64_t kCountMax = uint64_t{1} << 24;
@@ -52,7 +52,7 @@ class KeyReader {
   void unsupported(const std::string& key, const Json& value, bool may_be_ignored = false);
   void wrong(const std::string& key, std::string_view expected);
   void fail(base::Status status);
-  /// What was found by a reader of one of the values.
+  /// Adds what a reader of one of the values has found.
   void take(KeyReader other);
 
   base::ErrorPlace place() const { return {path_, {}, {}, 0}; }

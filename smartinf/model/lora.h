@@ -30,7 +30,7 @@ inline constexpr std::string_view kAllLinear = "all-linear";
 /// [rank, in], and B, [out, rank].
 struct LoraTarget {
   std::string module;   // "model.layers.0.self_attn.q_proj"
-  Part part;            // what the matrix is part of...
+  Part part;            // the part that the matrix belongs to...
   uint64_t offset = 0;  // ...from this output on
   uint64_t in = 0;
   uint64_t out = 0;

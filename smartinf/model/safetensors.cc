@@ -122,7 +122,7 @@ Status SafetensorsWriter::finish() {
 namespace {
 
 constexpr uint64_t kHeaderBytesMax = 100'000'000;  // as the format's own library has it
-constexpr uint64_t kBeginBytes = 64;               // that tell what is no safetensors file
+constexpr uint64_t kBeginBytes = 64;               // bytes that tell what is no safetensors file
 
 /// Bytes of an element; 0: unknown.
 uint64_t element_bytes(const std::string& type) {

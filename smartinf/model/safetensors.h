@@ -54,7 +54,7 @@ class SafetensorsWriter {
   std::vector<std::byte> cast_;
 };
 
-/// What a safetensors file says of itself.
+/// The header of a safetensors file.
 struct SafetensorsHeader {
   struct Entry {
     std::string type;  // "F32", "BF16", "U8"...

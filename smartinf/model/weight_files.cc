@@ -30,7 +30,7 @@ using base::Status;
 constexpr std::string_view kIndex = "model.safetensors.index.json";
 constexpr std::string_view kSingle = "model.safetensors";
 constexpr uint64_t kIndexBytesMax = uint64_t{256} << 20;
-constexpr uint64_t kPieceElements = uint64_t{1} << 16;  // that are cast at a time
+constexpr uint64_t kPieceElements = uint64_t{1} << 16;  // elements that are cast at a time
 constexpr std::string_view kGetAgain = "Get the model's folder again";
 
 std::string shown(const std::string& name) { return base::printable(name) ? name : "?"; }
@@ -45,7 +45,7 @@ bool is_table(std::string_view name) {
          name.ends_with(".attn.masked_bias");
 }
 
-/// What a checkpoint of the model without its head leaves out of every name.
+/// The prefix that a checkpoint of the model without its head leaves out of every name.
 std::string_view base_prefix(const Architecture& model) {
   return model.family == Family::kGpt2 ? "transformer." : "model.";
 }
@@ -54,7 +54,7 @@ std::string shape_text(const std::vector<uint64_t>& shape) {
   return fmt::format("[{}]", fmt::join(shape, ", "));
 }
 
-/// By tensor the file that it is in.
+/// Reads the index: by tensor the file that it is in.
 Result<std::map<std::string, std::string>> read_index(const std::string& path) {
   SI_ASSIGN_OR_RETURN(const std::string text,
                       base::read_text_file(path, "cannot read the index", kIndexBytesMax));
@@ -114,8 +114,8 @@ Status no_weights(const std::string& folder) {
             folder);
 }
 
-/// What stands before every name where another program has wrapped the model, by the name that a
-/// tensor should have; empty: nothing does.
+/// The prefix of every name where another program has wrapped the model, by the name that a tensor
+/// should have; empty: nothing does.
 std::string wrapper_prefix(const std::string& name, std::string_view base,
                            const std::set<std::string>& names) {
   std::vector<std::string> ends{fmt::format(".{}", name)};
@@ -222,7 +222,7 @@ Status WeightFiles::find_tensors(const Architecture& model) {
       }
     }
   }
-  // Of tied weights the files may have either.
+  // Files of tied weights may have either name.
   const std::string& embedding = space_.ranges().front().name;
   const std::string head_name = "lm_head.weight";
   if (model.tied_head && !found.contains(embedding) && found.contains(head_name)) {

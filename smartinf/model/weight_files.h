@@ -31,7 +31,7 @@ class WeightFiles {
                                         const Architecture& architecture);
 
   const std::string& folder() const { return folder_; }
-  /// Of all tensors, where it is one.
+  /// The type of all tensors, where it is one.
   std::optional<base::DataType> type() const;
   uint64_t bytes() const;
 
@@ -41,12 +41,12 @@ class WeightFiles {
   /// The same of [first, first + count), of another type. What has that type in the files is handed
   /// out as it is, finite or not.
   base::Status read_as(base::DataType type, uint64_t first, uint64_t count, std::byte* out) const;
-  /// Of all weights, in the order of the parameter space: of other ones it is another one, wherever
-  /// they lie in files. Reads everything. progress: of bytes; its failure ends it. Errors: as
-  /// read().
+  /// Digest of all weights, in the order of the parameter space: other weights have another one,
+  /// wherever they lie in files. Reads everything. progress: of bytes; its failure ends it. Errors:
+  /// as read().
   base::Result<uint64_t> digest(
       const std::function<base::Status(uint64_t done, uint64_t total)>& progress = {}) const;
-  /// Of sizes and of both ends of the files, which adapters of earlier versions go by.
+  /// Digest of sizes and of both ends of the files, which adapters of earlier versions go by.
   base::Result<uint64_t> digest_of_ends() const;
 
  private:

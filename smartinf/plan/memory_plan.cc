@@ -21,7 +21,7 @@ uint64_t slot_bytes(const MemoryPlanInput& input, uint64_t elements) {
          base::round_up(elements * input.gradient_spill_bytes, base::kIoAlignment);
 }
 
-/// Of a device, for reading weights.
+/// Bytes of a device for reading weights.
 uint64_t weight_read_bytes(const MemoryPlanInput& input, uint64_t elements) {
   if (input.weight_read_slots == 0) return 0;
   return input.weight_read_slots *

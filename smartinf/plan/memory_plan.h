@@ -13,12 +13,12 @@
 
 namespace smartinf::plan {
 
-/// Of a run that says nothing else: slots and staging of all devices together.
+/// The memory budget of a run that sets none: slots and staging of all devices together.
 inline constexpr uint64_t kMemoryBudgetBytes = 512 * base::kMiB;
 
-/// Of a subgroup that is chosen here. A plane of so many f32 elements is one transfer of 4 MiB:
-/// large enough for a drive's full rate, small enough that filling and draining the pipeline is a
-/// small part of a step.
+/// Elements of a subgroup at most, where its size is chosen here. A plane of so many f32 elements
+/// is one transfer of 4 MiB: large enough for a drive's full rate, small enough that filling and
+/// draining the pipeline is a small part of a step.
 inline constexpr uint64_t kSubgroupElementsMax = uint64_t{1} << 20;
 
 struct MemoryPlanInput {
@@ -26,7 +26,7 @@ struct MemoryPlanInput {
   uint64_t elements = 0;  // of the parameter space
   uint32_t devices = 1;
   base::StateFormat format = base::StateFormat::kF32;
-  std::vector<base::PlaneKind> planes;  // those of the update rule, and a residual
+  std::vector<base::PlaneKind> planes;  // the update rule's, and a residual
   uint32_t gradient_spill_bytes = 0;    // per element; a spilled gradient is read into the slot too
   uint64_t subgroup_elements = 0;       // 0: chosen here
   uint32_t weight_read_slots = 0;       // of each device; room for a master plane
@@ -42,7 +42,7 @@ struct MemoryPlan {
 
 /// Fewer slots than this cannot overlap reading with writing.
 inline constexpr uint32_t kSlotsMin = 2;
-/// Of a device; more do not help.
+/// Slots of a device at most; more do not help.
 inline constexpr uint32_t kSlotsMax = 32;
 
 /// Weights that a device reads at once, where they do not stay in memory: one is cast while others
@@ -52,7 +52,7 @@ inline constexpr uint32_t kWeightReadSlots = 4;
 /// Errors: kOutOfMemory with the smallest budget that would do.
 base::Result<MemoryPlan> plan_memory(const MemoryPlanInput& input);
 
-/// What the buffers of all devices and the engine take at most: no device has more slots than
+/// Bytes of the buffers of all devices and the engine at most: no device has more slots than
 /// subgroups.
 uint64_t buffer_bytes(const MemoryPlan& plan, uint64_t elements, uint32_t devices);
 
@@ -65,7 +65,7 @@ struct DeviceSlotsInput {
   uint64_t slot_bytes = 0;
   uint64_t subgroups = 0;
   uint32_t slots = 0;  // asked for; 0: chosen here
-  /// Of transfers that fill the drive, one way: storage's io_bytes times io_depth.
+  /// Bytes of transfers that fill the drive, one way: storage's io_bytes times io_depth.
   uint64_t in_flight_bytes = 0;
   bool gradients_spilled = false;
 };

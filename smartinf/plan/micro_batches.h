@@ -22,8 +22,8 @@ struct MicroBatchRange {
   friend bool operator==(const MicroBatchRange&, const MicroBatchRange&) = default;
 };
 
-/// Those of a step of `count` that a rank computes: count * rank / world and those behind it. Empty
-/// for some ranks when there are fewer micro-batches than ranks. rank < world.
+/// The micro batches of a step of `count` that a rank computes: count * rank / world and those
+/// behind it. Empty for some ranks when there are fewer micro batches than ranks. rank < world.
 MicroBatchRange micro_batches_of(uint64_t count, uint32_t rank, uint32_t world);
 
 /// Whether the tree over [0, count) has this node.
@@ -36,14 +36,14 @@ std::vector<MicroBatchRange> summation_nodes(uint64_t count, MicroBatchRange ran
 /// Adds up nodes as they come. It holds no values: its caller has a stack of them.
 class MicroBatchSum {
  public:
-  /// Of a step of `count` micro-batches.
+  /// Sum over a step of `count` micro batches.
   explicit MicroBatchSum(uint64_t count) : count_(count) {}
 
   /// The value of the next node is on top of the stack; each node begins where the one before it
   /// ends. Returns how many times the topmost value is to be added to the one below it and taken
   /// off. SI_CHECK: a node of the tree.
   uint32_t push(MicroBatchRange node);
-  /// What the values on the stack are, the topmost last: summation_nodes() of all that came.
+  /// Nodes of the values on the stack, the topmost last: summation_nodes() of all that came.
   std::span<const MicroBatchRange> sums() const { return sums_; }
 
  private:

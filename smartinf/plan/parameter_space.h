@@ -21,7 +21,7 @@ struct ParameterRange {
   uint32_t group = 0;           // index of its learning rate and decay
 };
 
-/// What is given of a range's gradient at once starts and ends on multiples of this within the
+/// Parts of a range's gradient that are given at once start and end on multiples of this within the
 /// range (or at its end).
 inline constexpr uint64_t kGradientCutElements = uint64_t{1} << 20;
 
@@ -38,7 +38,7 @@ struct GroupSpan {
   uint32_t group = 0;
 };
 
-/// What to do where a run's groups are not those of its state.
+/// Advice where a run's groups are not those of its state.
 inline constexpr std::string_view kOtherGroupsAdvice =
     "Group them as when the run began (train.lr_factors and train.weight_decays name the same "
     "parameters; from Python, the optimizer's groups have the same members): only the groups' "

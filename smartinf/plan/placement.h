@@ -13,7 +13,7 @@ namespace smartinf::plan {
 
 struct DeviceCapacity {
   double bandwidth = 1;           // relative; measured bytes per second of the step's traffic
-  uint64_t elements_max = ~0ull;  // what fits on it
+  uint64_t elements_max = ~0ull;  // elements that fit on it
 };
 
 /// owner[i] is the device of subgroup i. Elements are shared out in proportion to bandwidth; a

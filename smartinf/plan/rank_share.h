@@ -1,4 +1,4 @@
-// What several ranks of a run share out, and what each of them holds to exchange gradients and
+// Shares of several ranks of a run, and the memory in which each of them exchanges gradients and
 // weights with the others: the same functions for the engine and for `smartinf plan`. Pure.
 #pragma once
 
@@ -13,7 +13,7 @@ namespace smartinf::plan {
 /// The rank that drives a device, of `devices` in their order, where nobody says otherwise.
 uint32_t rank_of_device(size_t device, size_t devices, uint32_t world);
 
-/// Of the devices, the most that one rank drives, and whether every rank drives one.
+/// Devices per rank: the most that one rank drives, and whether every rank drives one.
 struct DeviceSharing {
   uint64_t most = 0;
   bool all_have_one = false;
@@ -21,7 +21,7 @@ struct DeviceSharing {
 /// rank_of: of each device.
 DeviceSharing device_sharing(std::span<const uint32_t> rank_of, uint32_t world);
 
-/// Of what is for all devices of a run, the part of a rank that drives so many of them.
+/// The part of a rank that drives `mine` of a run's devices, of bytes that are for all of them.
 inline uint64_t share_of_devices(uint64_t bytes, uint64_t mine, uint64_t devices) {
   return bytes / devices * mine;
 }
@@ -30,7 +30,7 @@ inline uint64_t share_of_devices(uint64_t bytes, uint64_t mine, uint64_t devices
 
 /// Buckets under way at once.
 inline constexpr size_t kRankBuckets = 2;
-/// That a rank sends at once, of all its sums. Some milliseconds of a fast network.
+/// Bytes that a rank sends at once, of all its sums. Some milliseconds of a fast network.
 inline constexpr uint64_t kRankBucketBytes = 8 * base::kMiB;
 /// In a run of so many parameters.
 uint64_t rank_bucket_bytes(uint64_t elements);
@@ -50,7 +50,7 @@ inline constexpr uint64_t kRankOutcomeBytes = 2048;
 /// The values of an open bucket; what is sent and received of those under way; sums.
 uint64_t rank_gradient_bytes(uint64_t elements);
 uint64_t rank_weight_bytes(uint64_t subgroup_elements);
-/// What a rank has in memory beside its devices' buffers, at most.
+/// Bytes that a rank has in memory beside its devices' buffers, at most.
 uint64_t rank_bytes(uint64_t elements, uint64_t subgroup_elements);
 
 }  // namespace smartinf::plan

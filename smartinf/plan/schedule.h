@@ -34,21 +34,21 @@ enum class ScheduleVariant : uint8_t {
 inline constexpr std::array<std::string_view, 3> kScheduleVariantNames{"naive", "overlapped",
                                                                        "paper"};
 constexpr base::EnumNames enum_names(ScheduleVariant) { return kScheduleVariantNames; }
-/// Those that the engine runs.
+/// Schedules that the engine runs.
 constexpr base::EnumNames engine_schedule_names() {
   return base::EnumNames(kScheduleVariantNames).first(2);
 }
 
-/// What runs beside the update of a step. kLate: the next step's forward, layer by layer as their
-/// weights arrive. kEarly: backward too, by the guess that nothing is clipped; where it is wrong
-/// the update is done again as kLate. The choice changes time and no bit.
+/// Work that runs beside the update of a step. kLate: the next step's forward, layer by layer as
+/// their weights arrive. kEarly: backward too, by the guess that nothing is clipped; where it is
+/// wrong the update is done again as kLate. The choice changes time and no bit.
 enum class Overlap : uint8_t { kAuto, kNone, kLate, kEarly };
 inline constexpr std::array<std::string_view, 4> kOverlapNames{"auto", "none", "late", "early"};
 constexpr base::EnumNames enum_names(Overlap) { return kOverlapNames; }
 
-/// Of so many slots those that an update takes which begins while gradients still come in. Where
-/// they are spilled the others' buffers collect them, for which it takes most: of several subgroups
-/// a part may be there. 0: there are too few.
+/// Slots, of so many, that an update takes which begins while gradients still come in. Where they
+/// are spilled the others' buffers collect them, for which it takes most: of several subgroups a
+/// part may be there. 0: there are too few.
 constexpr uint32_t slots_as_completed(uint32_t slots, bool gradients_spilled) {
   if (!gradients_spilled) return slots;
   return slots < 8 ? 0 : slots / 4;

@@ -7,7 +7,7 @@
 
 namespace smartinf::plan {
 
-/// What one device moves in a step without a cache: every subgroup is read and written once.
+/// Traffic of one device in a step without a cache: every subgroup is read and written once.
 struct CachedDevice {
   uint64_t subgroups = 0;
   uint64_t subgroup_bytes = 0;  // of state, and of memory that a cached one takes

@@ -59,10 +59,10 @@ class TakeOrder {
   uint32_t take_completed();
   uint32_t take_demanded(std::span<const uint32_t> asked);
 
-  // Of the step, by subgroup.
+  // State of the step, by subgroup.
   std::vector<uint32_t> completed_;  // and not taken up
   std::vector<uint8_t> updated_;
-  // Of the update.
+  // State of the update.
   UpdateMode mode_ = UpdateMode::kInOrder;
   std::vector<Entry> entries_;
   size_t left_ = 0;

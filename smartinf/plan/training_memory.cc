@@ -17,7 +17,7 @@ namespace {
 constexpr uint64_t kTuningBytes = 256 * base::kMiB;
 constexpr uint64_t kLoadedLaterBytes = 32 * base::kMiB;
 
-// What lies beside weights and optimizer in one phase of forward and backward.
+// Memory beside weights and optimizer in one phase of forward and backward.
 struct Phase {
   uint64_t activations = 0;
   uint64_t gradients = 0;
@@ -43,7 +43,7 @@ uint64_t feed_forward_bytes(const TrainingMemoryInput& input) {
   return model.tokens * input.value_bytes * widths * model.mlp_width;
 }
 
-/// Of a unit and a micro batch.
+/// Bytes of the input of a unit for a micro batch.
 uint64_t input_bytes(const TrainingMemoryInput& input) {
   return input.value_bytes * input.model.tokens * input.model.width;
 }
@@ -53,9 +53,9 @@ uint64_t batches_of(const TrainingMemoryInput& input) {
   return base::divide_up(input.accumulation, input.ranks);
 }
 
-/// Of a parameter: sums over micro batches in f32 that there are at once, beside what is added.
-/// Most of them are at hand before the tree's last right leaf; a rank's share of the tree may have
-/// such nodes on both sides.
+/// Sums for each parameter: sums over micro batches in f32 that there are at once, beside what is
+/// added. Most of them are at hand before the tree's last right leaf; a rank's share of the tree
+/// may have such nodes on both sides.
 uint64_t sums_of(const TrainingMemoryInput& input) {
   const auto batches = batches_of(input);
   if (batches == 1) return 0;
@@ -86,7 +86,7 @@ uint64_t trained_of(const TrainingModel& model) {
   return model.adapters != 0 ? model.adapters : model.parameters;
 }
 
-/// Of the head's matrix, where it is trained.
+/// Elements of the head's matrix, where it is trained.
 uint64_t head_elements(const TrainingModel& model) {
   return model.adapters != 0 ? 0 : model.vocabulary * model.width;
 }
@@ -316,7 +316,7 @@ TrainingPlan stay_plan(const TrainingPlanInput& input, bool recompute) {
   return plan;
 }
 
-/// Of weights, gradients and inputs.
+/// Whether as much of weights, gradients and inputs stays.
 bool keeps_as_much(const TrainingPlan& plan, const TrainingPlan& all_stay, bool gpu) {
   return (!gpu || plan.placement.on_accelerator == all_stay.placement.on_accelerator) &&
          plan.placement.in_memory == all_stay.placement.in_memory &&

@@ -1,7 +1,7 @@
-// What a training step holds in memory at its peak, on the accelerator and in the host's memory,
-// for `smartinf train` and for the Python package, and what of a model stays there: the same
-// functions for the trainer and for `smartinf plan`. docs/simulator.md says how these numbers were
-// held against measured peaks.
+// The memory of a training step at its peak, on the accelerator and in the host's memory, for
+// `smartinf train` and for the Python package, and what of a model stays there: the same functions
+// for the trainer and for `smartinf plan`. docs/simulator.md says how these numbers were held
+// against measured peaks.
 #pragma once
 
 #include <array>
@@ -40,8 +40,9 @@ enum class TrainingProgram : uint8_t {
   kPython,  // the Python package, with a model of transformers under its Trainer
 };
 
-/// What stays of a forward until backward. kAuto: kKeep if there is memory for it, else kRecompute,
-/// with room to offload what the first steps show to be faster to bring back than to compute again.
+/// The values of a forward that stay until backward. kAuto: kKeep if there is memory for it, else
+/// kRecompute, with room to offload what the first steps show to be faster to bring back than to
+/// compute again.
 enum class Activations : uint8_t {
   kAuto,
   kKeep,       // all that backward needs
@@ -81,7 +82,7 @@ struct TrainingMemoryInput {
   std::vector<Unit> units;
   UnitPlacement placement;
   uint64_t inputs_in_memory = 0;    // of units and micro batches; the others are on the devices
-  uint64_t slot_padding_bytes = 0;  // what a slot is longer than the largest unit's weights
+  uint64_t slot_padding_bytes = 0;  // bytes of a slot beyond the largest unit's weights
   uint64_t saved_in_memory = 0;  // offloading: of units and micro batches, what autograd keeps...
   uint64_t saved_bytes = 0;      // ...of each, at most
   bool saves_all = true;         // false: some units may be computed again all the same
@@ -108,7 +109,7 @@ struct TrainingMemory {
 uint64_t layer_saved_bytes(const TrainingModel& model, TrainingProgram program,
                            uint32_t value_bytes);
 
-/// What of a layer is offloaded is at multiples of it, as torch aligns tensors; kSavedTensors of
+/// Alignment of the parts of a layer that are offloaded, as torch aligns tensors; kSavedTensors of
 /// them at most.
 inline constexpr uint64_t kSavedAlignment = 64;
 inline constexpr uint64_t kSavedTensors = 32;

@@ -204,7 +204,7 @@ TEST(TrainingPlan, WithLessMemoryNothingThatLeavesFirstComesBack) {
   for (const bool gpu : {false, true}) {
     TrainingPlanInput input = planned(gpu);
     if (gpu) input.accelerator_limit_bytes = uint64_t{1000} << 20;
-    // By what leaves last: what is left of one input's place others may take.
+    // In the order of what leaves last: others may take what is left of one input's place.
     const auto kept = [](const TrainingPlan& plan) {
       return std::tuple(!plan.streams, plan.streams ? plan.inputs_in_memory : kInputs,
                         plan.gradient_memory_bytes, plan.placement.in_memory);

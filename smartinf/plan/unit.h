@@ -31,7 +31,7 @@ struct ModelElements {
 /// final norm with the head. A group has at most a sixteenth of the elements, or one layer. Pure.
 std::vector<Unit> make_units(const ModelElements& model);
 
-/// Of the first `count` units.
+/// Elements of the first `count` units.
 inline uint64_t elements_of(std::span<const Unit> units, uint32_t count) {
   return count == 0 ? 0 : units[count - 1].end();
 }

@@ -72,8 +72,8 @@ bool hung_up(int socket) {
   return ::poll(&looked, 1, 0) == 1;
 }
 
-/// Of gRPC's "ipv6:%5Bfe80::1%25eth0%5D:5" or "ipv4:1.2.3.4:5" what address_text() would say, both
-/// without the interface of a link's own address.
+/// Text that address_text() would give for gRPC's "ipv6:%5Bfe80::1%25eth0%5D:5" or
+/// "ipv4:1.2.3.4:5", both without the interface of a link's own address.
 std::string plain_peer(std::string_view peer) {
   if (peer.starts_with("ipv4:") || peer.starts_with("ipv6:")) peer.remove_prefix(5);
   std::string text;
@@ -92,7 +92,7 @@ std::string plain_peer(std::string_view peer) {
   return text;
 }
 
-/// Of IPv6 the first half of the address: who has one has all of them.
+/// Host of an address: of IPv6 the first half: who has one has all of them.
 std::string host_of(const sockaddr_storage& address, const std::string& text) {
   if (address.ss_family == AF_INET6 && text.starts_with('[')) {
     const auto& wide = reinterpret_cast<const sockaddr_in6&>(address).sin6_addr;
@@ -151,7 +151,7 @@ Status Acceptor::begin(std::vector<FileDescriptor> listeners) {
   };
   bool watched = watch(wake_.get());  // number 0; the listeners are 1 and on
   for (const FileDescriptor& listener : listeners_) {
-    // What is accepted inherits it.
+    // Accepted sockets inherit it.
     const int on = 1;
     const auto bound = static_cast<unsigned>(options_.unacknowledged.count());
     (void)::setsockopt(listener.get(), IPPROTO_TCP, TCP_NODELAY, &on, sizeof(on));
@@ -276,8 +276,9 @@ void Acceptor::pass_on_ready() {
   while (!ready_.empty()) {
     auto next = std::prev(ready_.end());
     if (unknown >= options_.unknown_max) {
-      // Who has the fewest goes first: a flood from one address keeps no other one out. Of one
-      // address the newest: those of a flood stay, and whoever means it comes when they are there.
+      // Addresses with the fewest connections go first: a flood from one address keeps no other one
+      // out. Of one address the newest: those of a flood stay, and whoever means it comes when they
+      // are there.
       const auto has = [&](const auto& one) {
         const auto found = unknown_of.find(one.second.host);
         return found == unknown_of.end() ? 0 : found->second;
@@ -348,7 +349,7 @@ void Acceptor::forget_closed() {
   }
 }
 
-/// Of two with this address the newer one is open.
+/// The connection that was passed on from this address; of two the newer one is open.
 Acceptor::Connections::iterator Acceptor::passed(const std::string& peer) {
   const std::string plain = plain_peer(peer);
   auto found = passed_.end();

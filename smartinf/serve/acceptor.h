@@ -1,6 +1,6 @@
-// What accepts the connections of a server, and bounds what they take before the server knows whose
-// they are: TLS and HTTP/2 have a connection only once it has said something and there is a place
-// for it. Has no part in what is said.
+// Accepts the connections of a server, and bounds what they take before the server knows whose they
+// are: TLS and HTTP/2 have a connection only once it has said something and there is a place for
+// it. Has no part in what is said.
 #pragma once
 
 #include <atomic>
@@ -44,7 +44,7 @@ class Acceptor {
   static base::Result<std::unique_ptr<Acceptor>> listen(const std::string& address,
                                                         const Options& options,
                                                         std::function<void(int socket)> pass_on);
-  /// What was passed on stays open.
+  /// Leaves open what was passed on.
   ~Acceptor();
   void start();
   uint16_t port() const { return port_; }

@@ -25,7 +25,7 @@ class Acceptors : public testing::Test {
     acceptor_ = std::move(*made);
     acceptor_->start();
   }
-  /// Of this machine's address 127.0.0.`host`, which has said something or not.
+  /// Connects from this machine's address 127.0.0.`host`; says something or not.
   FileDescriptor connect(bool says, uint8_t host = 1) {
     FileDescriptor socket(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
     sockaddr_in own{};
@@ -82,7 +82,7 @@ TEST_F(Acceptors, WhoSaysNothingIsNotPassedOnAndMakesRoom) {
   EXPECT_TRUE(soon_passed(1));
   EXPECT_TRUE(stays(speaks));
   EXPECT_TRUE(stays(silent.back()));
-  // It may say something later.
+  // A silent connection may say something later.
   EXPECT_EQ(::send(silent.back().get(), "x", 1, MSG_NOSIGNAL), 1);
   EXPECT_TRUE(soon_passed(2));
 }

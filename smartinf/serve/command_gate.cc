@@ -18,7 +18,7 @@ using base::Status;
 constexpr uint32_t kGroupsMax = uint32_t{1} << 16;
 constexpr uint32_t kWeightReadSlotsMax = 64;
 constexpr uint64_t kCompressedBlockBytesMax = uint64_t{1} << 20;
-// Of a matrix; what MatrixSamples multiplies fits 64 bits.
+// Rows of a matrix, at most; what MatrixSamples multiplies fits 64 bits.
 constexpr uint64_t kRowsMax = uint64_t{1} << 33;
 constexpr uint64_t kElementsMax = plan::ParameterSpace::kElementsMax;
 // Two updates can be under way: one as gradients become complete, and what ends it.

@@ -1,6 +1,6 @@
-// What a server lets through to a device. A client is authenticated and still not believed: what a
-// device would take for a bug of its caller (SI_CHECK), or would size memory by, is an error here,
-// or in check() of the messages (csd/messages/).
+// Checks what a server lets through to a device. A client is authenticated and still not believed:
+// what a device would take for a bug of its caller (SI_CHECK), or would size memory by, is an error
+// here, or in check() of the messages (csd/messages/).
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,7 @@ namespace smartinf::serve::wire {
 /// Errors: kInvalidArgument; kNoSpace.
 base::Status check_layout(const storage::StoreLayout& layout, storage::Durability durability,
                           uint64_t spool_bytes, uint64_t bytes_max);
-/// What a client says of the space, against the layout that the device has.
+/// Checks what a client says of the space against the layout that the device has.
 base::Status check_share(const storage::StoreLayout& layout, const csd::DeviceShare& share);
 
 /// The order of the commands of one open device. Threads: one at a time.

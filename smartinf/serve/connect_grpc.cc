@@ -91,7 +91,8 @@ class ClientStream final : public Stream {
   void cancel() override { context_.TryCancel(); }
 
  private:
-  /// Of a handshake that failed gRPC says only that: certificates that cannot fit are found here.
+  /// Explains a handshake that failed, of which gRPC says only that: certificates that cannot fit
+  /// are found here.
   Status explained(Status ended) const {
     if (ended.code() != ErrorCode::kUnavailable) return ended;
     const Status own = read_credentials(files_, CertificateRole::kClient).status();

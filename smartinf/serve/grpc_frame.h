@@ -11,10 +11,10 @@
 
 namespace smartinf::serve::wire {
 
-/// Of everything that client and server say: there is one method, and a stream of it.
+/// The method through which client and server say everything: there is one, and a stream of it.
 inline constexpr char kMethod[] = "/smartinf.remote.v1.Device/Talk";
 
-/// Of a file with a key or certificates.
+/// Bytes of a file with a key or certificates, at most.
 inline constexpr uint64_t kPemBytesMax = uint64_t{1} << 20;
 
 inline grpc::ByteBuffer to_buffer(const OutFrame& frame) {

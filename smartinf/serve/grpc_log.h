@@ -3,8 +3,9 @@
 
 namespace smartinf::serve::wire {
 
-/// Of the process, from now on. listening: why a handshake failed is what a server wants to know;
-/// a client is told by its calls. Asked for again it does nothing, but for listening.
+/// Takes gRPC's log of the whole process from now on. listening: why a handshake failed is what a
+/// server wants to know; a client is told by its calls. Asked for again it does nothing, but for
+/// listening.
 void take_grpc_log(bool listening);
 
 }  // namespace smartinf::serve::wire

@@ -18,8 +18,8 @@ using base::Status;
 
 namespace {
 
-// Of gRPC 1.51 on a machine with many cores, and some more; streams and connections that come later
-// are refused where there is nothing left for them.
+// Needs of gRPC 1.51 on a machine with many cores, and some more; streams and connections that come
+// later are refused where there is nothing left for them.
 constexpr int kDescriptors = 32;
 constexpr int kThreads = 32;
 constexpr size_t kAddressBytes = size_t{256} << 20;

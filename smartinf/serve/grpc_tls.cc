@@ -10,8 +10,9 @@ __attribute__((weak)) const char* grpc_get_ssl_cipher_suites();
 namespace smartinf::serve::wire {
 namespace {
 
-// Of TLS 1.2 nothing is left that two sides have in common: its pre-shared keys, of which there are
-// none. The suites of TLS 1.3 are another list, which stays. gRPC 1.51 has no other way to say so.
+// Ciphers of TLS 1.2: nothing is left that two sides have in common but its pre-shared keys, of
+// which there are none. The suites of TLS 1.3 are another list, which stays. gRPC 1.51 has no other
+// way to say so.
 constexpr char kCipherVariable[] = "GRPC_SSL_CIPHER_SUITES";
 constexpr char kNoCiphersOf12[] = "PSK-AES256-GCM-SHA384";
 

@@ -9,13 +9,13 @@
 namespace smartinf::serve::wire {
 namespace {
 
-// Of RFC 9113.
+// Numbers of RFC 9113.
 constexpr uint8_t kHeaders = 1, kContinuation = 9;
 constexpr uint8_t kEndHeaders = 4;
 
 std::atomic<bool> reads_here{false};
 
-/// Of a connection, for as long as OpenSSL has it.
+/// Header blocks of a connection, for as long as OpenSSL has it.
 HeaderBlocks* blocks_of(SSL* connection) {
   static const int index = ::SSL_get_ex_new_index(
       0, nullptr, nullptr, nullptr, [](void*, void* blocks, CRYPTO_EX_DATA*, int, long, void*) {

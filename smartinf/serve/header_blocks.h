@@ -11,10 +11,10 @@
 
 namespace smartinf::serve::wire {
 
-/// What a client sends on one connection of HTTP/2. Threads: one at a time.
+/// Bounds what a client sends in the headers of one connection of HTTP/2. Threads: one at a time.
 class HeaderBlocks {
  public:
-  /// Of one call, with the heads of its frames. gRPC's clients send some hundred bytes.
+  /// Bytes of one call, with the heads of its frames. gRPC's clients send some hundred bytes.
   static constexpr uint64_t kBytesMax = 4096;
 
   /// Takes what came next. False, and from then on always: a block is longer.

@@ -31,7 +31,7 @@ base::Result<DeviceLease> HostedDevice::lease(const std::string& client) {
   }
   leased_ = true;
   holder_ = client;
-  // What it has not sent takes of the device's memory.
+  // The session before holds some of the device's memory for what it has not sent.
   over.swap(session_);
   return DeviceLease(*this, client);
 }

@@ -19,7 +19,7 @@ struct ServedDevice {
   std::string name;
   std::vector<std::string> clients;  // by their certificates' names; empty: every one of the CA's
   uint64_t memory_bytes = 0;         // for slots, gradients and what is on its way
-  uint64_t quota_bytes = 0;          // that a client's state may take on the drive; 0: what is free
+  uint64_t quota_bytes = 0;          // bytes of a client's state at most; 0: all that are free
   /// Makes the source of the device itself, with the options that a client wishes.
   std::function<base::Result<std::unique_ptr<csd::DeviceSource>>(const csd::SourceWishes&)> source;
 };
@@ -34,7 +34,7 @@ struct DeviceCounters {
   std::atomic<uint64_t> commands{0};
   std::atomic<uint64_t> errors{0};  // commands that failed
   std::atomic<uint64_t> commits{0};
-  std::atomic<uint64_t> sessions{0};     // that were opened
+  std::atomic<uint64_t> sessions{0};     // sessions that were opened
   std::atomic<uint64_t> connections{0};  // of sessions
 };
 
@@ -74,7 +74,7 @@ class HostedDevice {
 
   /// Errors: kBusy, with the name of whoever has it.
   base::Result<DeviceLease> lease(const std::string& client);
-  /// Who has it; empty: nobody.
+  /// The client that has it; empty: nobody.
   std::string holder() const;
 
   std::shared_ptr<HostedSession> session() const;

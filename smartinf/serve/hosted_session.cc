@@ -24,10 +24,10 @@ namespace {
 // A client that sends commands and does not read their answers: beyond so many it is given up. One
 // that reads has a fraction of them unanswered (ClientSession).
 constexpr size_t kEntriesMax = size_t{1} << 16;
-// Of a device's memory, for what is on its way beside the weights of an update.
+// Bytes of a device's memory for what is on its way beside the weights of an update.
 constexpr uint64_t kOnTheWayBytes = uint64_t{96} << 20;
 constexpr uint64_t kBodyGrows = 8;
-// Of the results of a message in memory: each begins on a cache line of its own.
+// Alignment of the results of a message in memory: each begins on a cache line of its own.
 constexpr uint64_t kResultAlignment = 64;
 constexpr std::chrono::seconds kTakeOverWait{10};
 constexpr std::chrono::seconds kNoticeWait{1};
@@ -132,7 +132,7 @@ Status HostedSession::open_device(const Attach& request) {
   SI_RETURN_IF_ERROR(check_share(layout, share_));
   uint64_t elements = 0;
   for (const storage::StoredSubgroup& subgroup : layout.subgroups) elements += subgroup.count;
-  // What the device may have is what is left beside the weights on their way.
+  // The device may have what is left beside the weights on their way.
   MemoryAccount& memory = hosted_.memory();
   const uint64_t beside = kOnTheWayBytes + elements * sizeof(base::Bf16);
   const uint64_t limit = memory.limit_bytes();
@@ -524,7 +524,7 @@ Status HostedSession::take_region(Running& running) {
   return Status();
 }
 
-/// What came with a message points to the session's memory from here on.
+/// Points what came with a message to the session's memory from here on.
 void HostedSession::bind_memory(Running& running) const {
   const bool results = running.region != nullptr;
   BindMemory bind{running.in.data(), results ? running.region->results.data() : nullptr,

@@ -61,7 +61,7 @@ class HostedSession {
   void cancel_stream();
   /// Waits until it has ended. False: it has not in that time.
   bool wait_ended(std::chrono::duration<double> wait);
-  /// What became of the step: "step 7 was aborted".
+  /// The end of the step: "step 7 was aborted".
   std::string last_words() const;
 
  private:
@@ -80,7 +80,7 @@ class HostedSession {
     base::AlignedBuffer in;
     uint64_t came = 0;  // of size.down_bytes
     std::shared_ptr<Region> region;
-    base::Status damaged;  // what came is not what was sent
+    base::Status damaged;  // the frame did not come as it was sent
   };
   struct Entry {
     std::variant<DataFrame, ReadyFrame, DoneFrame, VitalsFrame, ClosedFrame> body;

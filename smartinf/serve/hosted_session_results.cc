@@ -46,7 +46,7 @@ void HostedSession::run() {
   close_device();
 }
 
-/// Of a device that works and answers nothing: the client sees that it moves bytes.
+/// Shows that a device that answers nothing works: the client sees that it moves bytes.
 void HostedSession::show_life() {
   const Vitals life = vitals();
   const auto moved = [](const Vitals& v) {
@@ -162,7 +162,7 @@ void HostedSession::on_ready(const std::shared_ptr<Running>& running, base::Subg
   push({ReadyFrame{running->number, subgroup, vitals_}, {}});
 }
 
-/// Those of a subgroup, or all.
+/// Gives the results of a subgroup, or all.
 void HostedSession::give_results(const std::shared_ptr<Running>& running,
                                  std::optional<base::SubgroupId> subgroup) {
   struct Give {
@@ -214,7 +214,7 @@ bool HostedSession::send_one() {
   lock.unlock();
   const OutFrame frame{encode(down), entry.payload};
   hosted_.counters().bytes_sent += frame.bytes();
-  // What was lost with a broken stream is sent again over the next one.
+  // Frames that were lost with a broken stream are sent again over the next one.
   const bool written = stream->write(frame);
   if (!written) stream->cancel();
   lock.lock();
@@ -289,11 +289,11 @@ void HostedSession::close_device() {
   device_charge_ = Charge();
   cache_charge_ = Charge();
   lease_ = DeviceLease();
-  // Whoever ends it breaks the connection of a client that does not read.
+  // The session's end breaks the connection of a client that does not read.
   while (send_one()) {
   }
   const std::lock_guard lock(mutex_);
-  // What a client that has been told does not acknowledge is not kept for it.
+  // Frames that a client which has been told does not acknowledge are not kept for it.
   link_.give_up();
   ended_ = true;
   changed_.notify_all();

@@ -1,5 +1,5 @@
-// What a client makes of a server that has a certificate and lies: every command ends with an
-// error, memory is neither written where it must not be nor taken without a bound.
+// Tests of a client whose server has a certificate and lies: every command ends with an error,
+// memory is neither written where it must not be nor taken without a bound.
 #include <cmath>
 #include <deque>
 #include <limits>
@@ -103,7 +103,7 @@ class HostileServer : public testing::Test {
     driver_.drive(*device_);
     return Status();
   }
-  /// Of all subgroups, with memory for the weights.
+  /// Updates all subgroups, with memory for the weights.
   Status update(plan::UpdateMode mode = plan::UpdateMode::kInOrder) {
     csd::Update update;
     update.mode = mode;
@@ -118,7 +118,7 @@ class HostileServer : public testing::Test {
   storage::StoreLayout layout_;
   csd::DeviceShare share_;
   std::deque<std::vector<base::Bf16>> weights_;  // longer than the device, which may write them
-  // What the server says and does:
+  // Words and deeds of the server:
   Attached attached_;
   SnapshotOpened snapshot_;
   std::function<void(Stream&)> answers_;

@@ -38,7 +38,7 @@ using grpc::ByteBuffer;
 
 constexpr int kHandshakeMs = 10'000;
 constexpr int kStreamsOfConnection = 8;
-// Of malloc: so many arenas, each of which keeps so much.
+// Limits of malloc: so many arenas, each of which keeps so much.
 constexpr int kArenasMax = 16;
 constexpr int kMallocKeeps = 4 << 20;
 // gRPC's own threads, beside one for each stream.

@@ -1,4 +1,4 @@
-// What a served device may take of its machine's memory: asked for before it is taken.
+// Account of the memory that a served device may take of its machine: asked for before it is taken.
 #pragma once
 
 #include <atomic>

@@ -1,4 +1,4 @@
-// What a user says about devices on other machines: the recipe's [remote] table.
+// Options for devices on other machines: the recipe's [remote] table.
 #pragma once
 
 #include <cstdint>

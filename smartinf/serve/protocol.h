@@ -1,5 +1,5 @@
-// What client and server say to each other. Every stream begins with Hello and Welcome; what
-// follows depends on the stream's purpose:
+// Messages between client and server. Every stream begins with Hello and Welcome; what follows
+// depends on the stream's purpose:
 //
 //   kAsk       Ask, then Answers until one is the last
 //   kSession   Attach and Attached, then the commands of an open device: Up and Down frames
@@ -59,7 +59,7 @@ struct Check {
 };
 struct Measure {};  // bandwidth
 struct Capacity {};
-struct Describe {};  // what does not change
+struct Describe {};  // asks for the facts that do not change
 struct Erase {};
 using Ask = std::variant<Peek, Summarize, Check, Measure, Capacity, Describe, Erase>;
 
@@ -90,7 +90,7 @@ using SessionId = std::array<uint64_t, 2>;
 struct Attach {
   std::optional<SessionId> session;  // goes on with it; none: a new one...
   uint64_t received = 0;             // ...and of it the last Down frame that came
-  // Of a new one:
+  // Fields of a new session:
   std::optional<storage::StoreLayout> create;  // none: opened
   csd::DeviceShare share;
   csd::SourceWishes wishes;
@@ -113,14 +113,14 @@ struct Attached {
   base::Status outcome;
   SessionId session{};
   uint64_t received = 0;  // the last Up frame that came
-  // Of a new one:
+  // Fields of a new session:
   csd::DeviceInfo info;
   storage::StoreLayout layout;
   Standing standing;
   Vitals vitals;
 };
 
-// What is asked of a device besides its messages.
+// Questions to a device besides its messages.
 struct RecoverTo {
   base::StepNumber step = 0;
 };

@@ -12,7 +12,7 @@ template <typename Wire>
 void describe(Wire& wire, Hello& hello) {
   auto& [magic, version, purpose, device] = hello;
   wire(magic, version);
-  // What another version says behind it is not looked at.
+  // Bytes that another version puts behind it are not looked at.
   if constexpr (Wire::kReads) {
     if (version != kProtocolVersion) return wire.skip_rest();
   }

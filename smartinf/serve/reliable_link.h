@@ -1,7 +1,7 @@
-// What lets the frames of a session come each once and in order, over connections that break: a
-// pure object, the same at both ends. Each side numbers its frames from 1 and keeps them until the
-// other one says that they have come; after a break both say how far they are, and go on from
-// there.
+// Protocol by which the frames of a session come each once and in order, over connections that
+// break: a pure object, the same at both ends. Each side numbers its frames from 1 and keeps them
+// until the other one says that they have come; after a break both say how far they are, and go on
+// from there.
 //
 //   sender    put -> next -> ... acknowledge        after a break: resume
 //   receiver  take -> ack                           its resume point: received()
@@ -93,7 +93,7 @@ class ReliableLink {
   uint64_t received() const { return received_; }
   /// Whether so much came since the last ack() that the other side, which keeps it, is to be told.
   bool ack_due() const { return unsaid_bytes_ >= kAckBytes || received_ - said_ >= kAckFrames; }
-  /// What the other side is told, and thereby not due any more.
+  /// Acknowledges what has come: the other side is told it, and it is not due any more.
   uint64_t ack() {
     unsaid_bytes_ = 0;
     return said_ = received_;

@@ -10,12 +10,12 @@
 namespace smartinf::serve::wire {
 namespace {
 
-/// What a frame carries is its place among those of its side: moved, so that one is there once.
+/// A frame's content is its place among those of its side: moved, so that one is there once.
 using Frame = std::unique_ptr<uint64_t>;
 using Link = ReliableLink<Frame>;
 
-/// Of one direction of a connection: frames and acknowledgements in order, of which a break takes
-/// the last ones.
+/// Traffic in one direction of a connection: frames and acknowledgements in order, of which a break
+/// takes the last ones.
 struct OnTheWay {
   uint64_t number = 0;  // 0: an acknowledgement
   uint64_t value = 0;   // of it

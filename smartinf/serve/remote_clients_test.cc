@@ -170,7 +170,7 @@ TEST_F(RemoteClients, AMessageOf4GbEndsAtTheServersMemory) {
   EXPECT_TRUE(peek_as(TestTrust::shared().client).ok());
 }
 
-/// What the log has said, in memory.
+/// Catches what the log says, in memory.
 class CaughtLog {
  public:
   CaughtLog() {
@@ -218,7 +218,7 @@ TEST_F(RemoteClients, StreamsThatAreResetEndTheConnection) {
   EXPECT_TRUE(raw.ended());
   EXPECT_TRUE(peek_as(TestTrust::shared().client).ok()) << "another client";
   EXPECT_LT(resident_bytes(), before + (uint64_t{300} << 20));
-  // Who did it may come again after a while.
+  // The client that did it may come again after a while.
   EXPECT_TRUE(soon([&] { return peek_as(authority().client("other")).ok(); }));
 }
 
@@ -360,7 +360,7 @@ class RemoteHarm : public RemoteSession {
   std::optional<Conversation> talk_;
   uint64_t number_ = 0;
   DoneFrame done_;
-  // Of pointers only this is sent: that they are there.
+  // Targets of pointers, of which only this is sent: that they are there.
   base::Bf16 sample_{};
   float value_ = 0;
 };
@@ -368,7 +368,7 @@ class RemoteHarm : public RemoteSession {
 TEST_F(RemoteHarm, CommandsThatNoEngineSendsAreRefused) {
   attach();
   const base::SubgroupId first = layout_.subgroups.front().id;
-  // What a pointer leads to is never sent: only that it is there.
+  // Targets of pointers are never sent: only that they are there.
   float there = 0;
   std::byte spooled{};
   const auto spool = [&](uint64_t offset, uint64_t bytes) {

@@ -248,8 +248,8 @@ class RemoteDevice final : public csd::Device {
                      fmt::format("server {}, device {} gave no answer for {}", endpoint_.address,
                                  endpoint_.device, base::format_seconds(bound.count())),
                      "See the server's log and the network between."));
-      // Whoever has taken it from the pending ones, on_lost() or on_done(), pushes it, and uses
-      // both until then.
+      // The thread that has taken it from the pending ones, on_lost() or on_done(), pushes it, and
+      // uses both until then.
       while (!replies.pop(completion, std::chrono::seconds(1))) {
       }
     }

@@ -1,4 +1,4 @@
-// What happens to a session when the network, the server, or a client behaves badly.
+// Tests of a session when the network, the server, or a client behaves badly.
 #include <mutex>
 
 #include "smartinf/serve/client_session.h"
@@ -224,7 +224,7 @@ TEST_F(RemoteSession, AClientThatWasKilledWhileItMadeAStateMayBeginAgain) {
   proxy_->stall(false, false);
 }
 
-/// What others have committed, or a training that is away for a moment, is not deleted so.
+/// A state that others have committed, or whose training is away for a moment, is not deleted so.
 TEST_F(RemoteSession, ACommittedStateIsNotDeletedUnderItsSession) {
   ASSERT_OK(create());
   ASSERT_OK(step(1));

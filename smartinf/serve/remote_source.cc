@@ -21,7 +21,7 @@ using base::Status;
 using wire::Conversation;
 using wire::Endpoint;
 
-// Of a check, where a server says twice how far it is.
+// Answers of a check, at most, in which a server says again how far it was.
 constexpr uint64_t kStandStillMax = 1000;
 
 /// The answers of a check before its last: it goes on, and no block has more than a fault.

@@ -1,4 +1,4 @@
-// What a server says of a state is as little believed as a file: the engine computes with it.
+// State that a server tells is as little believed as a file: the engine computes with it.
 #pragma once
 
 #include "smartinf/base/status.h"

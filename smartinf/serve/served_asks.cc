@@ -37,7 +37,7 @@ bool say(ServedStream& served, const Message& message, Payload payload = {}) {
   return served.stream.write(frame);
 }
 
-/// What the client says next. Without a bound it waits: a copy of a whole state may pause.
+/// Reads the client's next message. Without a bound it waits: a copy of a whole state may pause.
 template <typename Message>
 Result<Message> hear(ServedStream& served, InFrame& frame, double seconds = 0) {
   std::optional<Deadline> deadline;
@@ -151,7 +151,7 @@ void serve_snapshot(ServedStream& served) {
   InFrame frame;
   auto wanted = hear<OpenSnapshot>(served, frame, kAskSeconds);
   if (!wanted.ok()) return;
-  // Whoever has the device open reads beside it; else it is leased for as long as it is read.
+  // A client that has the device open reads beside it; else it is leased for as long as it is read.
   const auto session = served.device.session();
   const bool his = session != nullptr && served.device.holder() == served.peer.name &&
                    session->client().name == served.peer.name;
@@ -237,7 +237,7 @@ class ServedNewState {
  public:
   ServedNewState(ServedStream& served, storage::Geometry geometry, storage::StoreLayout layout)
       : served_(served), geometry_(std::move(geometry)), layout_(std::move(layout)) {}
-  /// Of the stream that ends without the state's having been finished, too.
+  /// Closes the state, also where the stream ends without its having been finished.
   ~ServedNewState() {
     if (state_ == nullptr) return;
     if (state_->close().ok()) return;
@@ -280,7 +280,7 @@ class ServedNewState {
     if (std::holds_alternative<CloseState>(asked)) {
       const Status status = state_->close();
       if (phase_ == Phase::kCommitted && status.ok()) phase_ = Phase::kClosed;
-      // Of one that is given up: nothing is brought to it any more.
+      // A state that is given up gets nothing more.
       if (phase_ < Phase::kCommitted) phase_ = Phase::kGivenUp;
       return status;
     }

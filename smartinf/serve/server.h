@@ -1,5 +1,5 @@
-// What makes a machine a computational storage device for others: `smartinf serve`. Offers devices
-// by name to clients with certificates.
+// Server that makes a machine a computational storage device for others: `smartinf serve`. Offers
+// devices by name to clients with certificates.
 #pragma once
 
 #include <cstdint>
@@ -27,8 +27,8 @@ struct ServerOptions {
 /// For a metrics page: what a device has done since the server was started.
 struct ServedDeviceStatus {
   std::string name;
-  std::string client;     // that has it; empty: nobody
-  bool attached = false;  // that client is connected just now
+  std::string client;     // the client that has it; empty: nobody
+  bool attached = false;  // its client is connected just now
   uint64_t bytes_received = 0, bytes_sent = 0;
   uint64_t commands = 0, errors = 0, commits = 0, sessions = 0, connections = 0;
   uint64_t memory_bytes = 0, memory_limit_bytes = 0;

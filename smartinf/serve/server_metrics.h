@@ -1,4 +1,4 @@
-// What a server of remote devices measures, and its text for Prometheus.
+// Measurements of a server of remote devices, and their text for Prometheus.
 #pragma once
 
 #include <cstdint>
@@ -17,7 +17,7 @@ class MetricsText {
 
   /// kind: "counter" or "gauge". A counter's name ends in _total.
   void family(std::string_view name, std::string_view kind, std::string_view help);
-  /// Of the last family. Values of labels may be any text.
+  /// Adds a sample to the last family. Values of labels may be any text.
   void sample(uint64_t value, const Labels& labels = {});
   void sample(double value, const Labels& labels = {});
   const std::string& text() const { return text_; }
@@ -42,7 +42,7 @@ struct DeviceMetrics {
   uint64_t connections = 0;  // of sessions, likewise
   uint64_t memory_bytes = 0;
   uint64_t memory_limit_bytes = 0;
-  // Of the drive; unset: not known.
+  // Figures of the drive; unset: not known.
   std::optional<uint64_t> capacity_bytes;
   std::optional<uint64_t> free_bytes;
   std::optional<double> temperature_celsius;

@@ -35,7 +35,7 @@ class Stream {
   virtual void let_in() {}
 };
 
-/// Who is at the other end, by his certificate.
+/// The other end of a connection, by its certificate.
 struct Peer {
   std::string name;
   std::string certificate;  // PEM

@@ -132,7 +132,7 @@ class RawHttp2 {
     return "\x83\x87" + field("\x04", kMethodPath) + field("\x01", "localhost") +
            field("\x0f\x10", "application/grpc") + field(std::string("\0\x02te", 4), "trailers");
   }
-  /// Of up to 65535 bytes, as they are.
+  /// Gzip's form of up to 65535 bytes, as they are.
   static std::string gzip(const std::string& bytes) {
     uint32_t checksum = ~uint32_t{0};
     for (const char byte : bytes) {

@@ -37,7 +37,7 @@ TEST(RemoteWire, MessagesComeAsTheyWere) {
   EXPECT_EQ(same.scalars, update.scalars);
   ASSERT_EQ(same.updates.size(), 2u);
   EXPECT_EQ(same.updates[1].subgroup, base::SubgroupId{9});
-  // That there is memory, and not where.
+  // Pointers say that there is memory, and not where.
   EXPECT_NE(same.updates[0].weights_out, nullptr);
   EXPECT_NE(same.updates[0].weights_out, &weights);
   EXPECT_EQ(same.updates[0].samples_out, nullptr);

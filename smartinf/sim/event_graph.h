@@ -15,7 +15,7 @@
 
 namespace smartinf::sim {
 
-/// What a stage does to a resource; a drive loses rate while both are in flight on it.
+/// Effect of a stage on a resource; a drive loses rate while both are in flight on it.
 enum class Direction : uint8_t { kNone, kRead, kWrite };
 
 /// A share of one resource's time, in proportion to the bytes that a stage moves.
@@ -100,14 +100,14 @@ class EventGraph {
     double rate = 0;
   };
 
-  /// By resource, and the active stages whose rates are still to be found.
+  /// Demands by resource, and the active stages whose rates are still to be found.
   struct Wants {
     std::vector<double> free;
     std::vector<double> cost;
     std::vector<uint8_t> directions;
     std::vector<uint32_t> rising;
   };
-  /// Of a run: successors by task, and where it stands.
+  /// Progress of a run: successors by task, and where it stands.
   struct Progress {
     std::vector<uint32_t> first_edge;
     std::vector<TaskIndex> successors;

@@ -11,21 +11,21 @@ namespace smartinf::sim {
 
 struct FpgaPipeline {
   double clock_hz = 0;       // 0: the processor is none
-  uint32_t word_cycles = 1;  // that the update takes for 16 elements (SI_WORD_CYCLES)
+  uint32_t word_cycles = 1;  // cycles of the update for 16 elements (SI_WORD_CYCLES)
   uint32_t banks = 1;        // of memory, over which planes are spread evenly
   double bank_bytes_per_s = 0;
   double bank_efficiency = 1;  // share that is left of it where bursts of reads and writes mix
 };
 
-/// What an element is to the kernels.
+/// An element as the kernels see it.
 struct PipelineElement {
   uint32_t planes = 3;        // of f32
   double gradient_bytes = 4;  // as it lies in memory, of the mean element where it is compressed
   double weights_bytes = 0;   // written beside the planes
-  double values = 0;          // that are sent of it, where it is sparse; 0: it is dense
+  double values = 0;          // values that are sent of it, where it is sparse; 0: it is dense
 };
 
-/// Of one element in a long row of them. The slowest of these is the pipeline's pace.
+/// Cycles of one element in a long row of them. The slowest of these is the pipeline's pace.
 struct PipelineCycles {
   double update = 0;
   double scatter = 0;
@@ -35,7 +35,7 @@ struct PipelineCycles {
 };
 PipelineCycles pipeline_cycles(const FpgaPipeline& pipeline, const PipelineElement& element);
 
-/// Of one element.
+/// Seconds of one element.
 double pipeline_seconds(const FpgaPipeline& pipeline, const PipelineElement& element);
 
 /// Whether there is a kernel for the rule.

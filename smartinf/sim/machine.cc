@@ -222,7 +222,7 @@ Status take_preset(base::TomlTable& table, Gpu& gpu) {
   return {};
 }
 
-/// What earlier versions called a schedule.
+/// Reports names that earlier versions gave a schedule.
 void take_former_words(const base::TomlTable& table, base::KeyReader& reader) {
   for (const base::TomlTable::Key& key : table.keys) {
     const auto* word = std::get_if<std::string>(&key.value.value);

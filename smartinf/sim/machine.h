@@ -45,7 +45,7 @@ struct DeviceGroup {
   uint32_t count = 1;
   double read_bytes_per_s = 0;   // alone, steady state
   double write_bytes_per_s = 0;  // alone, steady state, after the drive's cache
-  double mixed_efficiency = 1;   // what is left while it reads and writes at once
+  double mixed_efficiency = 1;   // share of the rate while it reads and writes at once
   double write_amplification = 1;
   uint64_t burst_bytes = 0;  // written at the read rate after an idle time: the drive's cache
   /// As much as all of the host's cores could read and write if they did nothing else: time of the
@@ -97,8 +97,9 @@ struct Network {
   double bytes_per_s = 0;       // of one machine, each direction; 0: there is none
   double latency_s = 0;         // of one message
   double near_bytes_per_s = 0;  // between ranks of one machine, all that they send; 0: no limit
-  /// Of what remote devices are sent and send: as much as all cores could encrypt, check and copy
-  /// if they did nothing else. It takes their time where they also compute, without a GPU; 0: none.
+  /// Rate of what remote devices are sent and send: as much as all cores could encrypt, check and
+  /// copy if they did nothing else. It takes their time where they also compute, without a GPU; 0:
+  /// none.
   double cores_bytes_per_s = 0;
 };
 

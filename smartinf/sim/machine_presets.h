@@ -7,8 +7,8 @@
 
 namespace smartinf::sim {
 
-/// What a GPU's PCIe 4.0 x16 link carries in this kind of work; fitted to the paper's forward and
-/// backward times (docs/simulator.md).
+/// Rate that a GPU's PCIe 4.0 x16 link carries in this kind of work; fitted to the paper's forward
+/// and backward times (docs/simulator.md).
 inline constexpr double kPcie4x16GbPerS = 14.5;
 
 struct MachinePreset {

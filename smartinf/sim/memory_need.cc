@@ -22,7 +22,7 @@ uint64_t share_of(uint64_t elements, const Machine& machine, const StepOptions& 
   return base::divide_up(elements, devices_of_all(machine, options));
 }
 
-/// Of what is for all devices, the part of the rank that has most of them.
+/// The part of the rank that has most devices, of bytes that are for all devices.
 uint64_t of_one_rank(uint64_t bytes, const Machine& machine, const StepOptions& options) {
   if (options.ranks == 1) return bytes;
   return plan::share_of_devices(bytes, devices_of_one(machine, options),
@@ -47,7 +47,7 @@ plan::MemoryPlanInput buffers_input(uint64_t parameters, const Machine& machine,
   return input;
 }
 
-/// Of a parameter, on its way to the update: a model in f32 hands over f32.
+/// Bytes of a parameter's gradient on its way to the update: a model in f32 hands over f32.
 uint64_t gradient_bytes_of(const Machine& machine, const StepOptions& options) {
   return options.value_bytes == 4 ? 4 : machine.software.gradient_bytes;
 }
@@ -57,7 +57,7 @@ uint64_t cache_bytes(uint64_t parameters, const StepOptions& options) {
   return std::min(options.state_cache_bytes, plan::state_bytes(options.format, planes, parameters));
 }
 
-/// What a rank has to exchange gradients and weights with the others.
+/// Bytes with which a rank exchanges gradients and weights with the others.
 uint64_t exchange_bytes(uint64_t parameters, const plan::MemoryPlanInput& input,
                         const StepOptions& options) {
   if (options.ranks == 1) return 0;
@@ -113,8 +113,8 @@ std::vector<plan::Unit> python_units(const ModelShape& model) {
   return units;
 }
 
-/// What stays in memory and what streams, from the same inputs as train::plan_run. Sets the padding
-/// of slots in memory. buffers_budget: engine.memory_budget.
+/// Decides what stays in memory and what streams, from the same inputs as train::plan_run. Sets the
+/// padding of slots in memory. buffers_budget: engine.memory_budget.
 plan::TrainingPlan place(plan::TrainingMemoryInput& memory, const Machine& machine,
                          const StepOptions& options, const TrainingUse& use,
                          uint64_t buffers_budget) {
@@ -228,7 +228,7 @@ MemoryNeed memory_need(const ModelShape& model, const Machine& machine, const St
   input.inputs_in_memory = need.plan.inputs_in_memory;
   if (!need.plan.streams) input.units.clear();
   const plan::TrainingMemory& memory = need.plan.memory;
-  // Of several ranks each has a flat buffer of all weights and a process; they share the rest.
+  // Processes of several ranks each have a flat buffer of all weights; they share the rest.
   const uint64_t more_ranks = python ? machine.gpu.count - 1 : 0;
   const uint64_t of_more = more_ranks * (input.value_bytes * parameters + input.process_bytes);
   need.gpu_bytes = memory.accelerator_bytes;

@@ -1,4 +1,4 @@
-// What training a model needs of a machine's memory and drives.
+// Needs of a training: its model's part of a machine's memory and drives.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@
 
 namespace smartinf::sim {
 
-/// What computes the model, and the settings that decide what it holds.
+/// The program that computes the model, and the settings that decide what it holds.
 struct TrainingUse {
   plan::TrainingProgram program = plan::TrainingProgram::kTrain;
   bool release_gradients = false;  // the Python package only
@@ -29,14 +29,15 @@ std::string use_name(const TrainingUse& use);
 struct MemoryNeed {
   uint64_t gpu_bytes = 0;   // of one GPU; 0 without
   uint64_t host_bytes = 0;  // at most; of several ranks of `smartinf train` that of one
-  /// What will probably be used of it: the engine does not always take all of its memory budget.
+  /// Bytes that will probably be used of it: the engine does not always take all of its memory
+  /// budget.
   uint64_t expected_host_bytes = 0;
   uint64_t drive_bytes = 0;  // of one device: its share of the state, twice (a step is never
                              // written in place), of spilled gradients and of the spool
   std::vector<plan::MemoryPart> gpu_parts;
   std::vector<plan::MemoryPart> host_parts;
-  /// What plan::place_training says of the machine's limits: for kTrain as `smartinf train` asks
-  /// it, for a streamed model of Python what its memory budget leaves in memory.
+  /// Plan that plan::place_training makes for the machine's limits: for kTrain as `smartinf train`
+  /// asks it, for a streamed model of Python what its memory budget leaves in memory.
   plan::TrainingPlan plan;
   bool gradients_spilled = false;  // not all of them stay in memory until they are updated
   uint64_t memory_budget = 0;      // of a streamed model of Python, to give
@@ -60,10 +61,10 @@ MemoryNeed memory_need(const ModelShape& model, const Machine& machine, const St
 /// The options with what of the plan a step has to know.
 StepOptions with_plan(StepOptions options, const MemoryNeed& need);
 
-/// Of the host's memory, what a process may have; 0: not known.
+/// Bytes of the host's memory that a process may have; 0: not known.
 uint64_t host_limit_bytes(const Machine& machine, const StepOptions& options);
 
-/// What does not fit, and by how much, or is beyond the program; empty: all of it does.
+/// Text about what does not fit, and by how much, or is beyond the program; empty: all of it does.
 std::string shortfall_of(const MemoryNeed& need, const Machine& machine, const StepOptions& options,
                          const TrainingUse& use);
 

@@ -118,8 +118,8 @@ std::string_view type_of(std::string_view name) {
   return name.substr(0, name.find('-'));
 }
 
-/// What a config.json of the model says. All llama3 sizes but 8B and 70B are of releases 3.1 and
-/// 3.2, which scale rotary positions.
+/// A config.json of the model. All llama3 sizes but 8B and 70B are of releases 3.1 and 3.2, which
+/// scale rotary positions.
 std::string config_of(const ModelShape& model) {
   nlohmann::json config{{"model_type", model.type}, {"vocab_size", model.vocabulary}};
   if (model.type == "gpt2") {
@@ -150,7 +150,7 @@ std::string config_of(const ModelShape& model) {
   return config.dump();
 }
 
-/// What `smartinf train` says of it.
+/// Reads the architecture as `smartinf train` does.
 void read_architecture(const std::string& config, const std::string& origin, ModelShape& model) {
   Result<model::Config> read = model::read_config(config, origin, {});
   model.architecture.reset();

@@ -30,7 +30,7 @@ struct ModelShape {
   bool gated = false;         // SwiGLU: three feed-forward matrices instead of two
   bool tied = true;           // the head is the embedding
   bool biases = true;         // matrices and norms have biases
-  /// Of a config.json, exact; without them the dimensions above say what there is.
+  /// Counts of a config.json, exact; without them the dimensions above say what there is.
   std::optional<model::ConfigCounts> counts;
   /// As `smartinf train` takes it from a folder (model.from); else what train_lacks says.
   std::optional<model::Architecture> architecture;
@@ -44,7 +44,7 @@ struct ModelShape {
   uint64_t embedding_parameters() const;  // at the start: tokens and positions
   uint64_t head_parameters() const;       // at the end: final norm, and the head when untied
   uint64_t parameters() const;
-  /// Of matrices, what a token of a layer is multiplied by, in the mean: not all experts.
+  /// Parameters of matrices that a token of a layer is multiplied by, in the mean: not all experts.
   double active_parameters() const;
   /// With fewer layers.
   ModelShape with_layers(uint64_t fewer) const;

@@ -24,7 +24,7 @@ double bandwidth_of(const DeviceGroup& device) {
   return 1 / (1 / device.read_bytes_per_s + 1 / device.write_bytes_per_s);
 }
 
-/// By rank of a machine, the devices that it drives.
+/// The devices that each rank of a machine drives, by rank.
 std::vector<std::vector<const DeviceGroup*>> devices_of_ranks(const Machine& machine,
                                                               uint32_t ranks) {
   std::vector<std::vector<const DeviceGroup*>> all(ranks);

@@ -11,7 +11,7 @@
 
 namespace smartinf::sim {
 
-/// What a rank exchanges with all others.
+/// Traffic of a rank with all others.
 struct Exchange {
   uint32_t ranks = 1;
   double share = 1;                // of the parameters: those whose state is on its devices

@@ -97,7 +97,7 @@ TEST(OneRank, TheNetworkTakesItsTime) {
   machine.network.bytes_per_s = 1e9;
   const double two_s = run(machine, ranks(2, 2, 2)).total_s;
   EXPECT_NEAR(two_s, 2 * p / 1e9, 0.01) << "gradients, then weights: p bytes each";
-  // Of four ranks on two machines each has two of its three others behind the network, which two
+  // Each of four ranks on two machines has two of its three others behind the network, which two
   // ranks of a machine share.
   EXPECT_NEAR(run(machine, ranks(4, 2, 4)).total_s, 3 * p * (2 / 3.0) / (1e9 / 2), 0.01);
   machine.network.near_bytes_per_s = 1e9;

@@ -14,7 +14,7 @@ using base::Status;
 
 namespace {
 
-/// What the plan was made with.
+/// The limits that the plan was made with.
 std::string limits_text(const Machine& machine, const StepOptions& options) {
   std::string text;
   const uint64_t host = host_limit_bytes(machine, options);
@@ -25,7 +25,7 @@ std::string limits_text(const Machine& machine, const StepOptions& options) {
   return text;
 }
 
-/// Of all machines, each with the rank that drives it.
+/// The [[device]] tables of all machines, each with the rank that drives it.
 std::string devices_text(const Machine& machine, const StepOptions& options) {
   std::string text;
   if (machine.has_remote()) {

@@ -17,7 +17,7 @@ std::string soon(double days) {
   return fmt::format("in {:.0f} weeks", days / 7);
 }
 
-/// What overlapping brings, in the words of whoever turns it on.
+/// The gain of overlapping, in the words of whoever turns it on.
 std::string overlap_remark(const Plan& plan) {
   const auto seconds = [&](plan::Overlap wanted) {
     for (const auto& [overlap, step_s] : plan.overlaps) {
@@ -49,7 +49,7 @@ std::string overlap_remark(const Plan& plan) {
   return text;
 }
 
-/// What else of a step does not stay in memory.
+/// The other parts of a step that do not stay in memory.
 std::string streaming_remark(const Plan& plan) {
   const MemoryNeed& need = plan.best().need;
   if (!need.plan.streams) return {};

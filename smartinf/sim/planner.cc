@@ -17,8 +17,8 @@ using plan::TrainingProgram;
 
 constexpr double kSecondsPerDay = 86400;
 
-/// What a device writes of its own share in one step, amplification included. Bytes are those of
-/// one rank.
+/// Bytes that a device writes of its own share in one step, amplification included. Bytes are those
+/// of one rank.
 double written_per_device(const PlanOption& option, const Machine& machine) {
   double amplification = 1;
   for (const DeviceGroup& device : machine.devices) {
@@ -133,7 +133,7 @@ class Planner {
     const uint64_t limit = host_limit_bytes(plan_.machine, request_.options);
     const uint64_t gradients = need.plan.gradient_memory_bytes;
     if (limit == 0 || need.host_bytes <= limit || gradients <= kStep) return;
-    // What spilling takes of slots is not in the first sum: of less there is always room.
+    // Slots that spilling takes are not in the first sum: of less there is always room.
     const uint64_t lacks = need.host_bytes - limit;
     const uint64_t left = gradients > lacks ? gradients - lacks : 0;
     use.gradient_budget = std::max(kStep, left / kStep * kStep);
@@ -141,7 +141,7 @@ class Planner {
     if (with.shortfall.empty()) plan_.uses.push_back(std::move(with));
   }
 
-  /// What the program can run beside the update with these options.
+  /// Whether the program can run the overlap beside the update with these options.
   bool can_overlap(Overlap overlap, StepOptions options) const {
     const bool python = plan_.use.program == TrainingProgram::kPython;
     if (plan_.use.streamed) return overlap == Overlap::kLate;  // as it always works
@@ -251,7 +251,8 @@ class Planner {
     return {};
   }
 
-  /// What lasts longer: a smaller state format, and the least accumulation for a year.
+  /// Finds what makes drives last longer: a smaller state format, and the least accumulation for a
+  /// year.
   Status wear_less() {
     const PlanOption& best = plan_.best();
     if (best.drive_life_days <= 0 || best.drive_life_days >= kYearDays) return {};

@@ -52,7 +52,7 @@ struct WearLess {
 struct Plan {
   ModelShape model;
   Machine machine;
-  TrainingUse use;                  // what the options are planned for
+  TrainingUse use;                  // the use that the options are planned for
   std::vector<PlanOption> options;  // fastest first among those that fit, then the others
   size_t recommended = 0;           // exact and fastest, or what was asked for; index into options
   bool fits = false;

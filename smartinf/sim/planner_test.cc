@@ -138,7 +138,7 @@ TEST(Planner, TrainStreamsWhatDoesNotStay) {
   ASSERT_NE(best.options.streamed(), nullptr);
   EXPECT_EQ(best.options.streamed()->placement.in_memory, need.plan.placement.in_memory);
   EXPECT_THAT(plan_result(plan).headline, HasSubstr("3 of 18 units from the host's memory"));
-  // What cannot stream does not fit.
+  // Methods that cannot stream do not fit.
   for (const PlanOption& option : plan.options) {
     const bool can =
         option.options.method == Method::kSmart || option.options.method == Method::kSmartOver;
@@ -296,7 +296,7 @@ TEST(Planner, WithoutAGpuTheWholeProcessIsCounted) {
   const uint64_t of_layer = layer_saved_bytes(model.training_model(), TrainingProgram::kTrain, 2);
   EXPECT_EQ(saved, (model.layers - 1) * of_layer + 2 * model.vocabulary * model.hidden -
                        2 * model.parameters());
-  // Of another layer there 4 bytes of weight, 4 of gradient, and 4 of the engine's.
+  // Another layer takes for each parameter 4 bytes of weight, 4 of gradient, and 4 of the engine's.
   ModelShape deep = model;
   deep.vocabulary = 256;
   ASSERT_TRUE(complete_model(deep).ok());

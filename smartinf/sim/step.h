@@ -83,8 +83,8 @@ struct StepOptions {
   /// as many on each machine; each machine is the one described, with devices of its own.
   uint32_t ranks = 1;
   uint32_t machines = 1;
-  /// Of state that stays in the memory of whoever updates, all devices together; it is written as
-  /// ever, but not read from the drives.
+  /// Bytes of state that stay in the memory of whoever updates, all devices together; it is written
+  /// as ever, but not read from the drives.
   uint64_t state_cache_bytes = 0;
 
   const ResidentStep* resident() const { return std::get_if<ResidentStep>(&weights); }
@@ -132,7 +132,7 @@ struct Utilization {
 struct StepTimes {
   double forward_s = 0;
   double backward_s = 0;  // with gradient offload
-  double update_s = 0;    // what of it no other phase hides
+  double update_s = 0;    // the part of it that no other phase hides
   double total_s = 0;
   std::string bound_by;                                // the busiest resource of the longest phase
   std::vector<Utilization> forward, backward, update;  // busiest first

@@ -45,7 +45,7 @@ StepGraph::StepGraph(const ModelShape& model, const Machine& machine, const Step
 }
 
 StepTimes StepGraph::run_apart() {
-  // Of the step before, beside this one's computing; or at the end of each.
+  // Commits the step before, beside this one's computing; or at the end of each.
   if (!streams_committed()) commit_before(sync_s());
   const TaskIndex forward_end = forward(kNone);
   const TaskIndex backward_end = backward(forward_end);
@@ -408,7 +408,7 @@ StepGraph::TaskIndex StepGraph::forward(TaskIndex start) {
                       : computed.back();
 }
 
-/// Of all micro batches but one: computing, one after another.
+/// Computing of all micro batches but one, one after another.
 StepGraph::TaskIndex StepGraph::earlier_passes(TaskIndex start, const char* phase,
                                                double Unit::*seconds) {
   const double passes = options_.accumulation - 1.0;
@@ -525,7 +525,8 @@ StepGraph::TaskIndex StepGraph::store_gradient(const Unit& unit, size_t d, TaskI
               {Stage(bytes, uses, owner.latency_s)}, {arrived, before});
 }
 
-/// By kind of resource, that of the busiest; the drives of a group stand for each other.
+/// Utilization by kind of resource, that of the busiest; the drives of a group stand for each
+/// other.
 std::vector<Utilization> StepGraph::utilizations(double from_s, double to_s) const {
   std::vector<Utilization> all;
   if (to_s <= from_s) return all;

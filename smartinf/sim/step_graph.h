@@ -28,7 +28,7 @@ class StepGraph {
 
   /// Forward, backward and update one after another.
   StepTimes run_apart();
-  /// What a step that is overlapped needs to know of parts of it. Subgroups that an update beside
+  /// Numbers that an overlapped step needs to know of its parts: subgroups that an update beside
   /// backward has begun when that ends; the forward pass with nothing beside it. committed_s, here
   /// and below: how long after backward's beginning the commit of the step before ends.
   DeviceSubgroups begun_in_backward(double committed_s);
@@ -54,7 +54,7 @@ class StepGraph {
     std::string name;
   };
 
-  /// What owns a share of the state: a device, or for the baseline all drives as one RAID0.
+  /// Owner of a share of the state: a device, or for the baseline all drives as one RAID0.
   struct Owner {
     double read_bytes_per_s = 0;
     double write_bytes_per_s = 0;
@@ -230,8 +230,8 @@ class StepGraph {
   TaskIndex committed_ = kNone;         // the end of the last step's commit; kNone: it has ended
   TaskIndex last_computed_ = kNone;     // of backward
   std::vector<TaskIndex> update_ends_;  // by owner
-  /// Of several ranks: gradients of units on their way, in backward's order, with what is sent of
-  /// them; by owner and subgroup, when all ranks have its new weights.
+  /// Exchange between several ranks: gradients of units on their way, in backward's order, with
+  /// what is sent of them; by owner and subgroup, when all ranks have its new weights.
   std::vector<std::pair<TaskIndex, uint64_t>> exchanged_;
   std::vector<std::vector<TaskIndex>> weights_everywhere_;
   std::vector<Label> labels_;

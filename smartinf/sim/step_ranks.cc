@@ -1,5 +1,4 @@
-// What a rank exchanges with the others: gradients while backward runs, and weights as they are
-// there.
+// Exchange of a rank with the others: gradients while backward runs, and weights as they are there.
 #include <algorithm>
 #include <utility>
 #include <vector>

@@ -20,8 +20,8 @@ uint64_t StepGraph::weights_out(const Owner& owner, uint64_t first, uint64_t cou
   return std::clamp(end, first, first + count) - first;
 }
 
-/// By subgroup of a device: when a late update may take it up, which makes weights as forward has
-/// room for them.
+/// Tasks after which a late update may take up each subgroup of a device; it makes weights as
+/// forward has room for them.
 std::vector<StepGraph::TaskIndex> StepGraph::asked_of(size_t d) const {
   const plan::UnitPlacement& placement = streamed_->placement;
   std::vector<TaskIndex> asked;
@@ -107,7 +107,7 @@ StepGraph::TaskIndex StepGraph::spool(size_t unit, bool write, TaskIndex before,
   return done;
 }
 
-/// What the unit before has made, away from where the model computes.
+/// Puts what the unit before has made away from where the model computes.
 StepGraph::TaskIndex StepGraph::put_inputs(size_t unit, Walk& walk) {
   TaskIndex made = walk.computed.back();
   if (on_gpu() && !streamed_->inputs_near) {
@@ -141,7 +141,7 @@ StepGraph::TaskIndex StepGraph::stream_forward(TaskIndex start) {
   }
   Walk walk;
   walk.start = walk.read = walk.fetched = walk.inputs_left = start;
-  // What no update hands out is read when the step is committed.
+  // Weights that no update hands out are read when the step is committed.
   if (overlapped() && !late) {
     walk.read = graph_.add_task({}, {start});
     for (const TaskIndex end : update_ends_) graph_.add_dependency(walk.read, end);

@@ -97,7 +97,7 @@ TEST(Step, AHostThatSelectsGetsGradientsWholeAndSendsThemPacked) {
   const uint64_t factors = packed.bytes.host_link_down - signs.bytes.host_link_down;
   EXPECT_GT(static_cast<double>(factors) / p, 0.004);
   EXPECT_LT(static_cast<double>(factors) / p, 0.014);
-  // Of 4096 rows or columns 32 are samples, of 1024 20, of 14336 72, of 128256 517: in bf16.
+  // Samples in bf16: 32 of 4096 rows or columns, 20 of 1024, 72 of 14336, 517 of 128256.
   const double layer =
       2 * (2 * 32 * 4096) + 2 * (20 * 4096 + 32 * 1024) + 3 * (72 * 4096 + 32 * 14336);
   const double samples = 32 * (layer + 2 * 4128) + 2 * (517 * 4096 + 32 * 128256) + 4128;
@@ -223,10 +223,10 @@ TEST(Step, APipelineTakesAsLongForAnElementWithAnyRule) {
 }
 
 TEST(Step, ThePapersStackDealsWholeMatricesInRounds) {
-  // Of 4e7 elements or more: the embedding, then positions with query, key and value; and in each
-  // layer the output with the inner matrix in (5 in units of the width squared), that out (4) and
-  // query, key and value (3). Of each six, one is of 5; the last round has 4, and what is no
-  // matrix.
+  // Matrices of 4e7 elements or more: the embedding, then positions with query, key and value; and
+  // in each layer the output with the inner matrix in (5 in units of the width squared), that out
+  // (4) and query, key and value (3). Of each six, one is of 5; the last round has 4, and what is
+  // no matrix.
   const ModelShape shape = model("gpt2-8.4B");
   const double square = 5120.0 * 5120;
   const double in_a_row = 50257 * 5120.0 + 12 * 5 * square + 4 * square;

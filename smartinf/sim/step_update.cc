@@ -46,8 +46,8 @@ double state_bytes_per_parameter(kernels::UpdateRule rule, base::StateFormat for
 /// up to the whole exactly.
 uint64_t StepGraph::gradient_bytes(uint64_t first, uint64_t count) const {
   if (!compressed()) return whole_gradient_bytes(count);
-  // Of a parameter: signs of 4 * ratio, each with the Rice code of its gap, or of all in a bit
-  // each (docs/format.md).
+  // Bytes of a parameter: signs of 4 * ratio, each with the Rice code of its gap, or of all in a
+  // bit each (docs/format.md).
   const double share = 4 * options_.ratio;
   const double sign_bytes = share < 1 ? share * (1 + 1.5 - std::log2(share)) / 8 : 1.0 / 8;
   const auto before = [&](uint64_t elements) {
@@ -58,7 +58,8 @@ uint64_t StepGraph::gradient_bytes(uint64_t first, uint64_t count) const {
   return before(first + count) - before(first);
 }
 
-/// What of a range of gradients waits on the drive: of each the same part. Cut at running totals.
+/// Bytes of a range of gradients that wait on the drive: of each the same part. Cut at running
+/// totals.
 uint64_t StepGraph::spilled_bytes(uint64_t first, uint64_t count) const {
   if (!spilled()) return 0;
   if (machine_.software.gradient_spilled) return gradient_bytes(first, count);
@@ -238,7 +239,7 @@ void StepGraph::update(TaskIndex after, DeviceSubgroups order,
         update_->send_selected({{host_select_}}, cost(machine_.host.select_params_per_s), after);
   }
   if (several()) {
-    // That all have all gradients, and the norm of them.
+    // Agreements that all have all gradients, and on the norm of them.
     constexpr double kAgreements = 2;
     after = graph_.add_task({Stage(0, {}, kAgreements * exchange_.latency_s)}, {after});
   }
@@ -274,7 +275,7 @@ std::vector<StepGraph::TaskIndex> StepGraph::update_beside_backward(DeviceSubgro
   return update_->add(run);
 }
 
-/// By subgroup of a device.
+/// Tasks after which each subgroup of a device has its gradient.
 std::vector<StepGraph::TaskIndex> StepGraph::gradients_completed(size_t d) const {
   // Backward fills the space from its end: the subgroup is complete when the unit is that holds its
   // start.
@@ -283,7 +284,7 @@ std::vector<StepGraph::TaskIndex> StepGraph::gradients_completed(size_t d) const
   return completed;
 }
 
-/// By subgroup of a device, the unit that holds its start.
+/// The unit that holds the start of each subgroup of a device.
 std::vector<size_t> StepGraph::units_of_subgroups(size_t d) const {
   std::vector<size_t> units;
   const Owner& owner = owners_[d];
@@ -298,7 +299,7 @@ std::vector<size_t> StepGraph::units_of_subgroups(size_t d) const {
   return units;
 }
 
-/// What a unit's forward needs of the update in this graph.
+/// Tasks of the update in this graph that a unit's forward needs.
 std::vector<StepGraph::TaskIndex> StepGraph::weights_of(const Unit& unit) const {
   std::vector<TaskIndex> needed;
   for (size_t d = 0; d < owners_.size(); ++d) {

@@ -28,8 +28,8 @@ struct UpdateShape {
   bool host_update = false;
   /// Gradients are written to the drives before the update and read again in it.
   bool gradient_spilled = false;
-  /// Of state that stays in memory as well, all devices together: not read from the drives, and
-  /// with cached_writes_wait (durability "none") not written in the step.
+  /// Bytes of state that stay in memory as well, all devices together: not read from the drives,
+  /// and with cached_writes_wait (durability "none") not written in the step.
   uint64_t state_cache_bytes = 0;
   bool cached_writes_wait = false;
 
@@ -38,7 +38,7 @@ struct UpdateShape {
   bool shared_budget = false;      // reads and writes draw on one budget of time
   double host_up_bytes_per_s = 0;  // shared by all devices
   double host_down_bytes_per_s = 0;
-  double link_catch_up_s = 0;   // what links and drives make good after an idle time (csd::Link)
+  double link_catch_up_s = 0;   // idle time that links and drives make good behind it (csd::Link)
   bool links_in_order = false;  // a transfer has a link or drive for itself, as csd::Link books
   bool host_shared_budget = false;  // its two directions draw on one budget of time
   double update_params_per_s = 0;   // of all processors together; a device alone may use them all

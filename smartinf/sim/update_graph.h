@@ -22,7 +22,7 @@ enum class LinkLaw : uint8_t {
   kBooked,    // each books its own time, and the last one ends the transfer: csd::Link
 };
 
-/// Of one subgroup, in bytes where nothing else is said.
+/// Load of one subgroup, in bytes where nothing else is said.
 struct SubgroupLoad {
   uint64_t elements = 0;
   uint64_t gradient = 0;  // on the host link
@@ -34,14 +34,14 @@ struct SubgroupLoad {
   uint64_t work = 0;  // of the processor, in the unit of its rate
 };
 
-/// What new weights pass, one after another.
+/// The way of new weights: resources that they pass one after another.
 struct WeightsPass {
   std::vector<Use> uses;
   double latency_s = 0;
   bool per_element = false;  // instead of per byte
 };
 
-/// What owns a share of the state: a device, or the host with all drives behind it. A Use whose
+/// Owner of a share of the state: a device, or the host with all drives behind it. A Use whose
 /// seconds_per_byte are 0 takes no time.
 struct UpdateDevice {
   std::vector<SubgroupLoad> subgroups;  // in the order of the parameter space
@@ -52,7 +52,7 @@ struct UpdateDevice {
   std::vector<WeightsPass> weights;  // empty: the host has them
   double down_latency_s = 0;
   double bandwidth = 1;      // relative, for the state cache
-  bool host_update = false;  // what is read and written crosses the host link
+  bool host_update = false;  // state that is read and written crosses the host link
   bool streams = false;      // the processor works on state while that is read
 };
 
@@ -63,19 +63,21 @@ struct UpdateRun {
   bool gradient_spilled = false;
   /// A round takes one subgroup of each device, and begins when all new weights of the last are up.
   bool rounds = false;
-  /// By device: its subgroups that are updated, in the order in which they are taken.
+  /// Subgroups of each device that are updated, in the order in which they are taken.
   std::vector<std::vector<uint32_t>> order;
   std::vector<EventGraph::TaskIndex> start;  // by device: nothing of it begins before
-  /// By device and subgroup: nothing of it begins before; kNone: it need not wait. Empty: as kNone.
+  /// Tasks by device and subgroup: nothing of it begins before; kNone: it need not wait. Empty: as
+  /// kNone.
   std::vector<std::vector<EventGraph::TaskIndex>> completed;
-  /// By device: from when the state may be read that finds a slot free at once. Empty: `start`.
+  /// Tasks by device, from which on the state may be read that finds a slot free at once. Empty:
+  /// `start`.
   std::vector<EventGraph::TaskIndex> prefetch;
 };
 
 class UpdateGraph {
  public:
   using TaskIndex = EventGraph::TaskIndex;
-  /// What is given to a device's resources by one queue passes in that order.
+  /// Queues of a device: what one of them gives to the device's resources passes in that order.
   enum Queue : uint32_t { kReads, kProcessor, kWeights, kWrites, kGradients, kSelection };
   using OnTask =
       std::function<void(TaskIndex, uint32_t device, Queue queue, std::string_view name)>;
@@ -106,8 +108,8 @@ class UpdateGraph {
   std::vector<TaskIndex> add(const UpdateRun& run);
 
   const std::vector<UpdateDevice>& devices() const { return devices_; }
-  /// By device and subgroup, of the last run that it was in: when it has a slot and (of runs with
-  /// `completed`) a gradient, and when its new weights are up.
+  /// Tasks by device and subgroup, of the last run that it was in: when it has a slot and (of runs
+  /// with `completed`) a gradient, and when its new weights are up.
   const std::vector<std::vector<TaskIndex>>& begun() const { return begun_; }
   const std::vector<std::vector<TaskIndex>>& weights_up() const { return weights_up_; }
   /// Moved by what was added so far.

@@ -221,8 +221,8 @@ Status BlockStore::recover_to(StepNumber step) {
       to_prepared ? superblock().prepared_table_checksum : superblock().committed_table_checksum;
   SI_RETURN_IF_ERROR(read_table(step, bytes, checksum));
 
-  // What was found may only be in a cache: whoever wrote it died before syncing. After this it is
-  // on the medium, and the pair it came from is the one to spare.
+  // A superblock that was found may only be in a cache: whoever wrote it died before syncing. After
+  // this it is on the medium, and the pair it came from is the one to spare.
   superblocks_.keep_found();
   if (!options_.read_only) SI_RETURN_IF_ERROR(superblocks_.sync());
   const bool changed = superblock().committed_step != step || superblock().prepared_step != step ||
@@ -231,7 +231,7 @@ Status BlockStore::recover_to(StepNumber step) {
   superblock().committed_table_bytes = superblock().prepared_table_bytes = bytes;
   superblock().committed_table_checksum = superblock().prepared_table_checksum = checksum;
   superblock().phase = Phase::kComplete;
-  // Who only reads goes by the decision, and leaves it to the next writer to make it durable.
+  // A reader goes by the decision, and leaves it to the next writer to make it durable.
   if (changed && !options_.read_only) {
     SI_RETURN_IF_ERROR(superblocks_.check_newest());
     SI_RETURN_IF_ERROR(superblocks_.write(true));
@@ -445,7 +445,7 @@ Status BlockStore::prepare(StepNumber step, const std::string& client_metadata) 
     phase_ = StepPhase::kPrepared;
     return Status();
   }
-  // What is said of the prepared step goes back; where the copies stand does not.
+  // The fields of the prepared step go back; those that say where the copies stand do not.
   superblock().committed_step = before.committed_step;
   superblock().prepared_step = before.prepared_step;
   superblock().prepared_table_bytes = before.prepared_table_bytes;

@@ -95,7 +95,7 @@ class BlockStore final : public Store, private IoPump::Owner {
   base::Status place_spool();
   base::Status format_container();
 
-  // Of the pump.
+  // Calls of the pump.
   IoPump::Span next_span(SubgroupIo& io) const override;
   IoPump::Span next_span_within(SubgroupIo& io, uint64_t offset_bytes, uint64_t bytes) const;
   void on_finished(const SubgroupIo& io) override;
@@ -108,7 +108,7 @@ class BlockStore final : public Store, private IoPump::Owner {
   const Superblock& superblock() const { return superblocks_.value(); }
   /// Whether there is no first step yet.
   bool creating() const { return superblock().phase == Phase::kCreating; }
-  /// Of the container, without an offset.
+  /// The container as the place of an error, without an offset.
   base::ErrorPlace place() const { return base::ErrorPlace{container_.file_path, {}, {}, 0}; }
 
   base::Status begin_writing();

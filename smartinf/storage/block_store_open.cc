@@ -87,7 +87,8 @@ class Opening {
 
   /// The newest superblock that can be used.
   Result<Superblock> superblock();
-  /// What the container was made with. Errors: kFailedPrecondition, its creation was interrupted.
+  /// The layout that the container was made with. Errors: kFailedPrecondition, its creation was
+  /// interrupted.
   Result<StoreLayout> layout(const Superblock& superblock);
   /// Errors: kCorrupt, layout and superblock do not belong together.
   Result<Geometry> geometry(const Superblock& superblock, const StoreLayout& layout) const;
@@ -183,7 +184,7 @@ Result<std::unique_ptr<BlockStore>> BlockStore::open(Container container,
   container.ring = opening.release_ring();
 
   StoreOptions kept = options;
-  // What the container was made with decides: its slots cannot be changed.
+  // The container's own durability decides: its slots cannot be changed.
   const Durability made_with = superblock.slots == 1 ? Durability::kNone : Durability::kStep;
   if (kept.durability != made_with) {
     base::log(base::LogLevel::kInfo,

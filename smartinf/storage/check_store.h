@@ -25,7 +25,7 @@ std::string_view fault_kind_name(FaultKind kind);
 
 struct StoreFault {
   FaultKind kind = FaultKind::kContainer;
-  base::Status status;      // what is wrong, where, and what can be done
+  base::Status status;      // the fault, its place, and what can be done
   bool costs_state = true;  // false: another copy serves, nothing is lost
   bool repaired = false;
 };

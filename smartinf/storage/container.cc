@@ -78,7 +78,8 @@ Status make_directory(const std::string& path) {
   return Status();
 }
 
-/// Who holds the lock on an open file, from the kernel's list; empty when it does not say.
+/// The process that holds the lock on an open file, from the kernel's list; empty when it does not
+/// say.
 std::string holder_of(int descriptor) {
   struct stat info {};
   if (fstat(descriptor, &info) != 0) return {};
@@ -116,7 +117,7 @@ Result<FileDescriptor> lock_directory(const std::string& path) {
       open(lock_path.c_str(), O_RDWR | O_CREAT | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC, 0666));
   const int why = errno;
   if (!lock.is_open() && (why == EROFS || why == EACCES)) {
-    // Who may only read can still check and copy, and keep writers away meanwhile.
+    // A process that may only read can still check and copy, and keep writers away meanwhile.
     lock = FileDescriptor(open(lock_path.c_str(), O_RDONLY | O_CLOEXEC));
     // On a file system that is read-only as a whole (checkpoints have no lock file).
     if (!lock.is_open() && why == EROFS) {

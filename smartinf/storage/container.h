@@ -26,8 +26,8 @@ inline constexpr std::string_view kCreatingFileName = "smartinf.state.creating";
 /// The spool's, for the moment between making it and taking its name away.
 inline constexpr std::string_view kSpoolFileName = "smartinf.spool";
 
-/// What keeps others away: the lock file and, in a directory, the state file itself, so that a lock
-/// file that was deleted lets nobody in.
+/// Files whose locks keep others away: the lock file and, in a directory, the state file itself, so
+/// that a lock file that was deleted lets nobody in.
 struct ContainerLock {
   FileDescriptor file;
   FileDescriptor state;

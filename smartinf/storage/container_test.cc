@@ -1,4 +1,4 @@
-// Who may open a store's container, and what is refused or left alone.
+// Tests of who may open a store's container, and of what is refused or left alone.
 #include "smartinf/storage/container.h"
 
 #include <fstream>

@@ -284,7 +284,7 @@ class BreakingRing final : public ForwardingRing {
   bool fail_ = false;
 };
 
-// What was in flight may come back at any time: its memory is kept, and nothing goes on.
+// Transfers in flight may come back at any time: their memory is kept, and nothing goes on.
 TEST(Faults, NothingGoesOnAfterTheRingFailed) {
   std::atomic<bool> armed{false};
   MemoryStore memory;

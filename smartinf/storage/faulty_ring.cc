@@ -57,7 +57,7 @@ class FaultyRing final : public ForwardingRing {
 
   Result<size_t> reap(std::span<IoRequest*> done, std::chrono::nanoseconds wait) override {
     std::vector<IoRequest*> finished(twins_.size());
-    // What is held back here is due soon: the inner ring is not waited for.
+    // Requests that are held back here are due soon: the inner ring is not waited for.
     const auto patience = held_.empty() ? wait : std::chrono::nanoseconds(0);
     SI_ASSIGN_OR_RETURN(const size_t count, ForwardingRing::reap(finished, patience));
     for (size_t i = 0; i < count; ++i) held_.push_back(static_cast<Twin*>(finished[i]->owner));

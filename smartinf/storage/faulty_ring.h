@@ -25,7 +25,7 @@ struct FaultOptions {
   uint64_t from_offset_bytes = 0;
 };
 
-/// What was done so far; for tests that must know that something was.
+/// Counts of what was done so far; for tests that must know that something was.
 struct FaultCounts {
   uint64_t requests = 0;
   uint64_t visible = 0;  // reported as an error or a short transfer, or delayed

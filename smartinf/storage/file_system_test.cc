@@ -104,7 +104,7 @@ TEST_F(FileSystemTest, FullAtCreationOrNever) {
 TEST_F(FileSystemTest, ReadOnlyIsATypedErrorAndTheCommittedStepStands) {
   create();
   ASSERT_TRUE(make_step(1).ok());
-  // What ext4 does by itself after an error on the drive.
+  // The same as ext4 does by itself after an error on the drive.
   std::ofstream trigger("/sys/fs/ext4/" + loop_device() + "/trigger_fs_error");
   trigger << "test" << std::flush;
   if (!trigger) {

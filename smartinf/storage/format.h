@@ -1,4 +1,4 @@
-// What a store's bytes mean. docs/format.md shows the same as a grammar with a worked example.
+// The bytes of a store. docs/format.md shows the same as a grammar with a worked example.
 //
 //   container := superblock{4} pad layout layout table{2x2} extent{subgroups x slots} spill
 //
@@ -123,8 +123,8 @@ static_assert(offsetof(Superblock, in_place_step) == 144);
 static_assert(offsetof(Superblock, reserved) == 176);
 static_assert(std::has_unique_object_representations_v<Superblock>, "padding would be unchecked");
 
-/// What the container holds and where; written once. Followed by LayoutSubgroup{subgroup_count} and
-/// the description, then zeros to a multiple of kIoAlignment.
+/// Header of the layout: what the container holds and where; written once. Followed by
+/// LayoutSubgroup{subgroup_count} and the description, then zeros to a multiple of kIoAlignment.
 struct LayoutHeader {
   uint64_t magic;
   uint64_t checksum;  // of everything behind it, to the end of the description
@@ -220,7 +220,7 @@ class Geometry {
     return block * base::encoded_bytes(encodings_[plane], base::kBlockElements);
   }
   uint64_t block_bytes(size_t subgroup, size_t plane, uint64_t block) const;
-  /// Of the plane's record within a table.
+  /// Offset of the plane's record within a table.
   uint64_t record_offset(size_t subgroup, size_t plane) const {
     return record_offsets_[subgroup * planes_ + plane];
   }
@@ -272,8 +272,8 @@ uint64_t table_seed(const RunId& run, uint32_t device_index, base::StepNumber st
 base::Status check_table(std::span<const std::byte> bytes, const Geometry& geometry, uint64_t seed,
                          base::StepNumber step);
 
-/// What a block's checksum is seeded with besides its place: a block that is whole but belongs
-/// elsewhere, or to another step or slot, is found.
+/// Seed of a block's checksum, besides its place: a block that is whole but belongs elsewhere, or
+/// to another step or slot, is found.
 struct BlockIdentity {
   uint32_t subgroup = 0;
   uint32_t plane = 0;

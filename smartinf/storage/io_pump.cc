@@ -168,7 +168,7 @@ Status IoPump::step_queue(std::chrono::nanoseconds wait) {
   std::array<Transfer*, 32> done{};
   const Result<size_t> count = queue_->finish(done, wait);
   if (!count.ok()) {
-    // What is in flight may never come back: nothing that it uses can be used again.
+    // Transfers in flight may never come back: nothing that it uses can be used again.
     ring_failure_ = count.status();
     return ring_failure_;
   }

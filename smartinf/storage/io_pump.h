@@ -85,7 +85,8 @@ class IoPump {
   base::Status read_metadata(std::span<const Transfer> transfers);
   /// Syncs too. What was moved counts as written only when all of it was.
   base::Status write_metadata(std::span<const Transfer> transfers);
-  /// Of the ring itself: what is in flight may never come back, and nothing goes on after it.
+  /// Failure of the ring itself: what is in flight may never come back, and nothing goes on after
+  /// it.
   const base::Status& failure() const { return ring_failure_; }
 
   /// Up: read from the drive; down: written to it. Metadata that is read its reader counts, with

@@ -1,4 +1,4 @@
-// What a request that hangs may still write to: kept until the process ends. A drive that does not
+// Keeps until the process ends what a request that hangs may still write to. A drive that does not
 // answer must hold up neither closing nor the process, and its late answer must hit nobody else.
 #pragma once
 

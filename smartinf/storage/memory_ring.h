@@ -34,7 +34,7 @@ class PowerSupply {
   uint64_t cut_at_ = ~uint64_t{0};
 };
 
-/// What becomes of writes that were not synced when the power goes.
+/// The fate of writes that were not synced when the power goes.
 enum class CutFate : uint8_t {
   kLost,   // all of them
   kKept,   // none: the drive's cache survived
@@ -45,13 +45,13 @@ inline constexpr uint32_t kCutFates = 4;
 
 class MemoryDisk {
  public:
-  /// What is written as a whole. Real drives promise 512 bytes; less, so that nothing is safe only
-  /// because it happens to fit one sector.
+  /// Bytes that are written as a whole. Real drives promise 512 bytes; less, so that nothing is
+  /// safe only because it happens to fit one sector.
   static constexpr uint64_t kSectorBytes = 64;
 
   explicit MemoryDisk(uint64_t bytes) : visible_(bytes), durable_(bytes) {}
 
-  /// What a read gives. Changing it directly is damage (tests).
+  /// The bytes that a read gives. Changing it directly is damage (tests).
   std::span<std::byte> contents() { return visible_; }
   /// After a power cut: decides what was kept of the writes in flight and of those not synced.
   void settle(CutFate fate, uint64_t seed);

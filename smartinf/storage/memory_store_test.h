@@ -31,7 +31,7 @@ class MemoryStore {
     options_.io_depth = 4;
   }
 
-  /// What stands between the store and the disk; empty: nothing.
+  /// Puts rings between the store and the disk; empty: nothing.
   using Wrap = std::function<std::unique_ptr<Ring>(std::unique_ptr<Ring>)>;
 
   Container container(const Wrap& wrap = {}) {

@@ -26,7 +26,7 @@ class PlaneTable {
   PlaneTable(const Geometry& geometry, const StoreLayout& layout)
       : geometry_(geometry), layout_(layout) {}
   base::Status allocate();
-  /// Of what allocate() allocated: the drive may still write there.
+  /// Takes the memory that allocate() allocated: the drive may still write there.
   base::AlignedBuffer take_memory() { return std::move(images_); }
 
   std::span<std::byte> image(base::StepNumber step) const;
@@ -43,7 +43,7 @@ class PlaneTable {
   uint64_t checksum(base::StepNumber step, size_t subgroup, size_t plane, uint64_t block) const {
     return checksums(step, subgroup, plane)[block];
   }
-  /// Of the step in progress, whose plane is sealed when all its blocks have one.
+  /// Sets a checksum in the step in progress, whose plane is sealed when all its blocks have one.
   void set_checksum(base::StepNumber step, size_t subgroup, size_t plane, uint64_t block,
                     uint64_t checksum);
   /// Whether the image can be prepared. Errors: kFailedPrecondition with a plane that was never

@@ -12,7 +12,7 @@ namespace smartinf::storage {
 /// For messages.
 struct SpaceUse {
   std::string_view what;     // "the state"
-  std::string_view instead;  // what else helps than to free some: "use another device"
+  std::string_view instead;  // another cure than to free some: "use another device"
 };
 
 /// kNoSpace: so many bytes are needed at `path`, and so many are free.

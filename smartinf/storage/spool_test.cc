@@ -74,7 +74,7 @@ TEST_P(SpoolTest, ItsFileIsSeenByNobodyAndItsSpaceIsTakenAtOnce) {
   make_step(0, "");
   const auto before = names();
   store_.reset();
-  // What a process leaves that ends between making the file and taking its name away.
+  // Files left by a process that ends between making the file and taking its name away.
   std::filesystem::copy(std::filesystem::path(path_) / kLockFileName,
                         std::filesystem::path(path_) / kSpoolFileName);
   options_.spool_bytes = 64 * base::kMiB;

@@ -50,7 +50,7 @@ struct BlockSum {
   uint64_t checksum = 0;
 };
 
-/// What a store is created with and keeps for life.
+/// Layout that a store is created with and keeps for life.
 struct StoreLayout {
   RunId run;
   uint32_t device_index = 0;  // this device's place in the run...
@@ -58,7 +58,7 @@ struct StoreLayout {
   base::StateFormat format = base::StateFormat::kF32;
   ChecksumKind checksum_kind = ChecksumKind::kXxh3;
   std::vector<base::PlaneKind> planes;  // master first
-  /// Of them, those that an update reads and writes: all but a residual, which stands last.
+  /// The planes that an update reads and writes: all but a residual, which stands last.
   std::span<const base::PlaneKind> state_planes() const {
     const bool residual = !planes.empty() && planes.back() == base::PlaneKind::kResidual;
     return std::span(planes).first(planes.size() - (residual ? 1 : 0));
@@ -141,7 +141,7 @@ inline bool is_spool(const SubgroupIo& io) {
 
 class StateReader;  // state_reader.h
 
-/// What recovery needs to know of one device; read without opening it for writing.
+/// State of one device, as far as recovery needs it; read without opening it for writing.
 struct StoreState {
   RunId run;
   uint32_t device_index = 0;
@@ -156,7 +156,7 @@ struct StoreState {
   bool torn = false;
 };
 
-/// What to say of a torn state.
+/// The text about a torn state.
 inline constexpr std::string_view kTornState =
     "a crash fell into a step, or its state was in memory only, and durability \"none\" keeps "
     "nothing to go back to";
@@ -191,7 +191,7 @@ class Store {
   virtual const std::string& path() const = 0;
   virtual std::string_view ring_name() const = 0;
   virtual StoreState state() const = 0;
-  /// What the store was made with, whatever it was opened with.
+  /// The durability that the store was made with, whatever it was opened with.
   virtual Durability durability() const = 0;
   /// The client metadata of the committed step (at most kClientMetadataBytesMax), as given
   /// to prepare().
@@ -276,7 +276,7 @@ class Store {
   virtual uint64_t bytes_written_ever() const = 0;
 };
 
-/// What to say of a device that is not initialized: kFailedPrecondition.
+/// The error for a device that is not initialized: kFailedPrecondition.
 base::Status interrupted_creation(const StoreState& device);
 
 /// The step that all devices of a run can be brought to, given what each of them says.

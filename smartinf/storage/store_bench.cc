@@ -1,4 +1,4 @@
-// What the store costs: checksums alone, and a whole state moved through it.
+// Cost of the store: checksums alone, and a whole state moved through it.
 //   SMARTINF_BENCH_DIR=/mnt/nvme store_bench
 #include <algorithm>
 #include <cstdlib>

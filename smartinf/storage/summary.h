@@ -1,4 +1,4 @@
-// What a container says of itself, for people: `smartinf inspect`.
+// Summary of a container, for people: `smartinf inspect`.
 #pragma once
 
 #include <cstdint>

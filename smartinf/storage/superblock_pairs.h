@@ -21,10 +21,10 @@ class SuperblockPairs {
   SuperblockPairs(IoPump& pump, std::string file_path, bool durable)
       : pump_(pump), file_path_(std::move(file_path)), durable_(durable) {}
   base::Status allocate();
-  /// Of what allocate() allocated: the drive may still write there.
+  /// Takes the memory that allocate() allocated: the drive may still write there.
   base::AlignedBuffer take_memory() { return std::move(images_); }
 
-  /// What open() found.
+  /// Sets the superblock that open() found.
   void set_found(const Superblock& found);
   /// Says that the one that was found is the last one written, on the medium or not.
   void keep_found() { written_pair_ = value_.copy % kSuperblockPairs; }
@@ -37,10 +37,10 @@ class SuperblockPairs {
   /// Makes everything that was written to the container durable.
   base::Status sync();
 
-  /// By this store over its whole life.
+  /// Bytes written by this store over its whole life.
   uint64_t bytes_written_ever() const;
 
-  /// What the next write() says.
+  /// The superblock that the next write() writes.
   Superblock& value() { return value_; }
   const Superblock& value() const { return value_; }
 

@@ -75,7 +75,7 @@ class TransferQueue {
   /// afterwards. Errors: kTimeout (a request hangs: named) or the ring's own: then transfers and
   /// memory in flight may still be written to, and the caller must leak_in_flight() them.
   base::Status close();
-  /// Of finish(): a request hangs, or the ring failed.
+  /// Whether finish() has failed: a request hangs, or the ring failed.
   bool failed() const { return !failure_.ok(); }
 
   uint32_t in_flight() const { return in_flight_; }

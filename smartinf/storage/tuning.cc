@@ -281,7 +281,7 @@ std::optional<IoTuning> recall_tuning(const std::string& path) {
 Result<DriveLimit> drive_limit(const std::string& path, const StoreOptions& options,
                                uint64_t memory_bytes) {
   SI_ASSIGN_OR_RETURN(Container container, open_container(path, options));
-  // They outlive the store: a failure leaves transfers in flight.
+  // Memory and transfers outlive the store: a failure leaves transfers in flight.
   base::AlignedBuffer memory;
   std::vector<SubgroupIo> ios;
   SI_ASSIGN_OR_RETURN(std::unique_ptr<BlockStore> store,

@@ -13,11 +13,11 @@ namespace smartinf::storage {
 struct IoTuning {
   uint64_t io_bytes = uint64_t{4} << 20;
   uint32_t io_depth = 8;
-  /// What moved with these at once; 0: not measured.
+  /// Rates with these transfers at once; 0: not measured.
   double read_bytes_per_second = 0;
   double write_bytes_per_second = 0;
-  /// Of MeasureOptions::sync: what was written, over the time of the sync behind it; 0: that took
-  /// no time, or was not measured.
+  /// Rate of the sync (MeasureOptions::sync): what was written, over the time of the sync behind
+  /// it; 0: that took no time, or was not measured.
   double sync_bytes_per_second = 0;
 };
 
@@ -38,7 +38,7 @@ base::Result<IoTuning> measure_io(const std::string& path, const MeasureOptions&
 
 /// Keeps a tuning beside the state, in PATH/smartinf.tuning. Nothing is kept for a block device.
 base::Status remember_tuning(const std::string& path, const IoTuning& tuning);
-/// What was remembered; nothing when there is none or it cannot be read.
+/// The tuning that was remembered; nothing when there is none or it cannot be read.
 std::optional<IoTuning> recall_tuning(const std::string& path);
 
 struct DriveLimit {

@@ -137,8 +137,8 @@ class UringRing final : public Ring {
         std::this_thread::sleep_for(kSubmitPause * (1u << tries++));
         continue;
       }
-      // What it did not take stays in the queue between it and us, so nothing can be added any
-      // more.
+      // Requests that it did not take stay in the queue between it and us, so nothing can be added
+      // any more.
       refusal_ = code == 0 ? EIO : -code;
       base::log(
           base::LogLevel::kWarning,
@@ -233,7 +233,7 @@ class UringRing final : public Ring {
   io_uring ring_{};
   bool ready_ = false;
   uint32_t depth_;
-  uint32_t in_flight_ = 0;           // that the kernel has
+  uint32_t in_flight_ = 0;           // requests that the kernel has
   int refusal_ = 0;                  // errno with which it refused a request for good
   std::vector<IoRequest*> refused_;  // to be handed back; capacity: depth
   std::vector<int> files_;

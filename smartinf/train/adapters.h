@@ -25,7 +25,7 @@ class Adapters final : public TrainedWeights {
            const model::LoraOptions& options, std::span<const plan::Unit> units,
            torch::Device accelerator, base::DataType type);
 
-  /// Of each layer of a unit; empty for the embedding and the head.
+  /// Adapters of each layer of a unit; empty for the embedding and the head.
   std::span<const LayerAdapters> of(size_t unit) const { return by_unit_[unit]; }
 
   base::Status load() override;

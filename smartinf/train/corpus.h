@@ -40,14 +40,14 @@ class Corpus {
   /// Smallest vocabulary that holds the tokens; 0: token files do not say.
   uint32_t vocabulary() const { return vocabulary_; }
   bool bytes() const { return bytes_; }
-  /// Of names, sizes and contents (of token files: their first and last MiB, and the borders of
-  /// documents). What is only evaluated is not in it.
+  /// Digest of names, sizes and contents (of token files: their first and last MiB, and the borders
+  /// of documents). Data that is only evaluated is not in it.
   uint64_t digest() const { return digest_; }
   /// "27.1 million bytes for training, 610233 for validation, of 1432 files".
   std::string describe() const;
 
  private:
-  /// What several files hold together: for training, and held out of it.
+  /// Windows of several files together: for training, and held out of it.
   struct Parts {
     Windows training;
     Windows held_out;

@@ -74,7 +74,7 @@ Result<Validation> TorchTrainer::validate() {
                           mean_loss(set.windows, "data.evaluation: " + set.name));
       made.sets.push_back({set.name, loss});
     }
-    // Of a run that was trained further the log says nothing new.
+    // The log says nothing new about a run that was trained further.
     const bool any = made.loss.has_value() || !made.sets.empty();
     if (any && run_.step <= options_.train.steps)
       run_.folder.append_validation(run_.step, made.to_json(run_.step));
@@ -86,7 +86,7 @@ namespace {
 constexpr const char* kLoss = "validation_loss";
 }
 
-/// Of an earlier start. Rank 0's folder counts.
+/// Finds the best loss of an earlier start. Rank 0's folder counts.
 Status TorchTrainer::find_best_loss() {
   constexpr double kNone = std::numeric_limits<double>::infinity();
   double best = kNone;

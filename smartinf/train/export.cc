@@ -178,7 +178,7 @@ std::vector<fs::path> files_of_partial(const fs::path& folder) {
   return error ? std::vector<fs::path>() : files;
 }
 
-/// Whoever fills the folder has the lock of its mark. Not open: it cannot be had.
+/// Locks the mark of the folder, which whoever fills the folder does. Not open: it cannot be had.
 storage::FileDescriptor lock_mark(const fs::path& folder, int flags) {
   storage::FileDescriptor mark(
       ::open((folder / kMark).c_str(), O_RDWR | O_NOFOLLOW | O_CLOEXEC | flags, 0644));
@@ -232,7 +232,7 @@ class StagedFolder {
   /// All files in it are durable already.
   Status finish() {
     SI_RETURN_IF_ERROR(engine::sync_folder(path()));
-    // Of a folder, rename() takes the place of nothing but an empty one.
+    // A folder is renamed in the place of an empty one only.
     if (::rename(path_.c_str(), out_.c_str()) != 0) {
       if (errno == ENOTEMPTY || errno == EEXIST || errno == ENOTDIR) {
         return in_the_way(out_, "--out: there is something by now");
@@ -258,7 +258,7 @@ class StagedFolder {
                   "Choose another folder, or remove this one first", place);
   }
 
-  /// Of exports to the same place that were killed. Whatever is not theirs stays.
+  /// Removes what killed exports to the same place have left. Whatever is not theirs stays.
   static void remove_leftovers(const std::string& parent, const std::string& name) {
     std::vector<std::string> leftovers;
     std::error_code error;
@@ -286,7 +286,7 @@ class StagedFolder {
 Result<std::string> read_tokenizer(const std::string& path) {
   Result<std::string> text = base::read_text_file(path, "cannot read it", kTokenizerBytesMax);
   if (!text.ok()) return std::move(text).status().with_context("data.tokenizer");
-  // What is inside the members is not looked at, and takes no memory.
+  // Contents of the members are not looked at, and take no memory.
   const auto outline = nlohmann::json::parse(
       *text, [](int depth, nlohmann::json::parse_event_t, nlohmann::json&) { return depth <= 1; },
       /*allow_exceptions=*/false);
@@ -304,7 +304,7 @@ Result<std::string> read_tokenizer(const std::string& path) {
                 base::ErrorPlace{path, {}, {}, 0});
 }
 
-/// What a run has committed.
+/// State that a run has committed.
 struct Committed {
   base::StepNumber step = 0;
   std::string client_metadata;
@@ -401,7 +401,7 @@ namespace {
 using ReadAll =
     std::function<Result<Committed>(const std::function<Status(std::span<const float>)>&)>;
 
-// What is written: which parameters, and where their values come from.
+// Contents of the export: which parameters, and where their values come from.
 struct Contents {
   plan::ParameterSpace space;
   ReadAll read;

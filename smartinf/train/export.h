@@ -26,7 +26,7 @@ struct ExportSummary {
   base::StepNumber step = 0;
   uint64_t parameters = 0;
   std::vector<std::string> files;  // names in the folder
-  bool adapters = false;           // it has these, and not the model
+  bool adapters = false;           // the folder has these, and not the model
 };
 
 /// Master weights are read from the devices piece by piece and cast on the way: memory stays within

@@ -12,8 +12,8 @@
 
 namespace smartinf::train {
 
-/// What is fetched at once: 8 MiB in bf16. Long enough for a drive, short enough that a unit's
-/// pieces are read side by side.
+/// Elements that are fetched at once: 8 MiB in bf16. Long enough for a drive, short enough that a
+/// unit's pieces are read side by side.
 inline constexpr uint64_t kFrozenPieceElements = uint64_t{4} << 20;
 
 class FrozenFiles final : public engine::WeightFileSet {

@@ -112,7 +112,7 @@ Status TorchGenerator::open_files() {
   return Status();
 }
 
-/// What a run has trained.
+/// Opens the state that a run has trained.
 Status TorchGenerator::open_state() {
   const Options& run = options_.options;
   type_ = options_.type.value_or(precision_data_type(run.train.precision));
@@ -144,7 +144,7 @@ Status TorchGenerator::streams() const {
   return Status();
 }
 
-/// Of what the weights come from.
+/// Bytes of buffers of the weights' source.
 uint64_t TorchGenerator::buffer_bytes() const {
   if (updater_ == nullptr) return 0;
   if (options_.options.train.where == OptimizerWhere::kMemory) return 16 * trained_.count();
@@ -162,8 +162,8 @@ Result<plan::InferencePlan> TorchGenerator::make_plan(std::span<const uint64_t> 
     input.cache_bytes += KeyValueCache::bytes(model, one, input.value_bytes);
     longest = std::max(longest, one);
   }
-  // Of the longest prompt, as if all of its tokens were there at once: inputs and results of the
-  // largest products, some of the former in f32, and masks and scores where they are made.
+  // Memory of the longest prompt, as if all of its tokens were there at once: inputs and results of
+  // the largest products, some of the former in f32, and masks and scores where they are made.
   const uint64_t wide = uint64_t{model.mlp_width} * 4 * std::max(1u, model.experts_per_token) +
                         model.query_width() * 3 + model.kv_width() * 2 + model.width * uint64_t{8};
   input.activation_bytes = longest * wide * input.value_bytes;
@@ -262,7 +262,7 @@ std::vector<std::string> TorchGenerator::describe() const {
   return lines;
 }
 
-/// What is wrong with a folder before anything is read, for who has named another one.
+/// Checks a folder before anything is read, for who has named another one.
 Status check_folder(const std::string& folder) {
   const auto is_there = [&](const char* name) {
     std::error_code error;

@@ -19,7 +19,7 @@
 namespace smartinf::train {
 
 struct GeneratorOptions {
-  /// Of the run. Of a folder: model.from names it, and train.run is empty.
+  /// Options of the run; of a folder model.from names it, and train.run is empty.
   Options options;
   engine::UpdaterOptions updater;      // of a run: its devices
   std::optional<base::DataType> type;  // bf16 or f32; default: the run's, or as the folder has it

@@ -20,7 +20,7 @@ class GradientTree {
   GradientTree(uint64_t count, plan::MicroBatchRange mine, bool by_tree = true)
       : count_(count), mine_(mine), by_tree_(by_tree), next_(mine.begin), sum_(count) {}
 
-  /// Of the next micro batch. Gradients of bf16 are added in f32.
+  /// Adds the gradient of the next micro batch. Gradients of bf16 are added in f32.
   void add(torch::Tensor gradient) {
     if (!by_tree_) return add_to_sum(std::move(gradient));
     // Only what others are added to has to be f32, and where nothing is added it stays small.
@@ -38,8 +38,8 @@ class GradientTree {
     ++next_;
   }
 
-  /// Of plan::summation_nodes(count, mine), in their order: of the gradients' type where it is one
-  /// micro batch, else f32. Once, when all have come.
+  /// Takes the sums of plan::summation_nodes(count, mine), in their order: of the gradients' type
+  /// where it is one micro batch, else f32. Once, when all have come.
   std::vector<torch::Tensor> take() { return std::move(values_); }
 
  private:

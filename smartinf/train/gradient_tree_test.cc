@@ -11,7 +11,7 @@ namespace {
 
 using torch::Tensor;
 
-/// Of a rank's micro batches.
+/// The sums of a rank's micro batches.
 std::vector<Tensor> sums_of(const std::vector<Tensor>& gradients, uint32_t rank, uint32_t world) {
   const plan::MicroBatchRange mine = plan::micro_batches_of(gradients.size(), rank, world);
   GradientTree tree(gradients.size(), mine);
@@ -48,7 +48,7 @@ TEST(GradientTree, SumsHaveTheSameBitsOnAnyNumberOfRanks) {
     std::vector<Tensor> gradients;
     Tensor in_order;
     for (int64_t i = 0; i < count; ++i) {
-      // Of many magnitudes: else few of such short numbers have an exact sum.
+      // Values of many magnitudes: else few of such short numbers have an exact sum.
       const Tensor sizes = torch::rand({1000}).mul(20).exp();
       gradients.push_back((torch::rand({1000}) * sizes).to(torch::kBFloat16));
       in_order = i == 0 ? gradients[0].to(torch::kFloat32) : in_order + gradients.back();

@@ -11,8 +11,8 @@
 
 namespace smartinf::train {
 
-/// Of one sequence, in every layer; all memory is allocated at once. Layers with a window keep all
-/// of the sequence as well. Threads: one caller.
+/// Keys and values of one sequence, in every layer; all memory is allocated at once. Layers with a
+/// window keep all of the sequence as well. Threads: one caller.
 class KeyValueCache {
  public:
   /// tokens_max: of the sequence. weights: their type and device.

@@ -40,7 +40,7 @@ class LayerStats {
   std::string to_json(base::StepNumber step, double gradient_scale);
 
  private:
-  /// Of elements that are looked at for the update: their ratio is right to about half a percent.
+  /// Elements that are looked at for the update: their ratio is right to about half a percent.
   static constexpr uint64_t kSamplesMax = uint64_t{1} << 14;
 
   struct Layer {

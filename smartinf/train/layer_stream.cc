@@ -78,7 +78,7 @@ LayerStream::LayerStream(engine::WeightSource& source, const Model& model,
       accelerator_slots_.push_back({torch::empty({elements(largest)}, accelerator_N_.options()),
                                     std::nullopt, false, false, c10::Event(accelerator.type()),
                                     c10::Event(accelerator.type())});
-      // By whoever had the memory before, in the order of this stream.
+      // Used by whoever had the memory before, in the order of this stream.
       accelerator_slots_.back().used.record(device.getStream(accelerator));
     }
   }
@@ -191,7 +191,8 @@ void LayerStream::release(size_t unit) {
   SI_CHECK(slot != nullptr && slot->held, "a unit is released that is not held");
   slot->used.record(device.getStream(accelerator_));
   slot->held = false;
-  // It has come by the time that the accelerator computes with it, which has only been started.
+  // The copy is done by the time that the accelerator computes with it, which has only been
+  // started.
   if (several_ranks_) finish_copy(*slot);
   bring_ahead();
 }

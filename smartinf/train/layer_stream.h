@@ -48,7 +48,7 @@ class LayerStream final : public TrainedWeights {
   /// A unit's weights, of the last update; waits for them. They stay until release(). Errors:
   /// StatusError.
   const UnitWeights& get(size_t unit);
-  /// What computes with them has been started on the current stream.
+  /// Releases a unit whose computation has been started on the current stream.
   void release(size_t unit);
 
   /// Seconds that the caller has waited for updates and devices.

@@ -107,7 +107,7 @@ Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>
   if (!x.is_cpu() || x.scalar_type() != torch::kBFloat16 || has_fast_bf16()) {
     return torch::linear(x, weight, bias);
   }
-  // Of one token the time is that of reading the weights, which torch does once, and as they are.
+  // For one token the time is that of reading the weights, which torch does once, and as they are.
   const bool one_row = x.numel() == x.size(-1) && !torch::GradMode::is_enabled();
   if (one_row && weight.is_contiguous()) return torch::linear(x, weight, bias);
   return linear_in_f32(x, weight, bias);

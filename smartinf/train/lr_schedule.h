@@ -10,7 +10,8 @@
 
 namespace smartinf::train {
 
-/// What is left of lr above its floor, from 1 to 0. step counts from 1 and is behind the warm-up.
+/// Share of lr above its floor that is left, from 1 to 0. step counts from 1 and is behind the
+/// warm-up.
 inline double schedule_share(const TrainOptions& options, base::StepNumber step) {
   const auto steps = static_cast<double>(options.steps);
   const double span = steps - static_cast<double>(options.warmup_steps);

@@ -1,4 +1,4 @@
-// What of a run stays in memory, decided before anything is allocated. Needs no torch.
+// Plan of what stays in memory of a run, decided before anything is allocated. Needs no torch.
 #pragma once
 
 #include <cstdint>
@@ -19,14 +19,14 @@ namespace smartinf::train {
 plan::TrainingModel training_model(const model::Architecture& model, const Options& options,
                                    const plan::ParameterSpace& space);
 
-/// Of the accelerator that the model computes on; all 0: it computes in the host's memory.
+/// Memory of the accelerator that the model computes on; all 0: it computes in the host's memory.
 struct AcceleratorMemory {
   uint64_t free_bytes = 0;
   uint64_t taken_bytes = 0;  // by what the device's libraries take once they are used
 };
 
-/// What a process may use. What options.memory leaves open comes from this process and machine, as
-/// they are now; ranks of one machine share it.
+/// Limits of what a process may use. What options.memory leaves open comes from this process and
+/// machine, as they are now; ranks of one machine share it.
 struct MemoryLimits {
   uint64_t resident_bytes = 0;  // of the process, before there is a model
   uint64_t host_bytes = 0;      // of the whole process

@@ -197,7 +197,8 @@ class TorchAdamW final : public engine::Updater {
   using Phase = engine::StepProtocol::Phase;
   using Next = engine::StepProtocol::Next;
 
-  /// What the protocol asks devices for has happened already, or has failed, here.
+  /// Carries the protocol's actions through: what it asks devices for has happened already, or has
+  /// failed, here.
   Status carry_through(Next next, const Status& answer = {}) {
     while (next != Next::kWait && next != Next::kCommitted) next = protocol_.answered(answer);
     if (next == Next::kCommitted) client_metadata_ = std::move(next_client_metadata_);

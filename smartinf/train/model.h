@@ -31,7 +31,8 @@ struct Parameter {
 /// The parameters of a unit, in the order of the space, which they cover without gaps.
 using UnitWeights = std::vector<Parameter>;
 
-/// What is trained beside a matrix, or a part of one, that is not: y = W x + scale B (A x).
+/// Trained matrices beside a matrix, or a part of one, that is not trained: y = W x + scale B (A
+/// x).
 struct Adapter {
   Parameter a;         // [rank, in]
   Parameter b;         // [out, rank]
@@ -79,7 +80,8 @@ class Model {
   /// [M, C] -> [M, V].
   torch::Tensor logits(const torch::Tensor& h_MC, const torch::Tensor& matrix_VC) const;
 
-  /// Of the rotary positions: the model's own tensors, which all layers use. May be undefined.
+  /// Tables of the rotary positions: the model's own tensors, which all layers use. May be
+  /// undefined.
   std::vector<torch::Tensor> tables() const {
     return {angles_.cosine_T1D, angles_.sine_T1D, window_angles_.cosine_T1D,
             window_angles_.sine_T1D};
@@ -92,11 +94,11 @@ class Model {
     std::vector<int64_t> sizes;
     model::Part part;
   };
-  /// Of rotary angles; both halves of D alike.
+  /// Cosines and sines of rotary angles; both halves of D alike.
   struct Angles {
     torch::Tensor cosine_T1D, sine_T1D;  // of documents: [B, T, 1, D]
   };
-  /// What a unit's layers need of a batch beside activations.
+  /// Inputs that a unit's layers need of a batch beside activations.
   struct Rows {
     const DocumentEnds& documents;
     KeyValueCache* cache;          // or null

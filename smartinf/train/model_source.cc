@@ -49,7 +49,7 @@ Result<std::optional<std::string>> read_small_file(const fs::path& folder, std::
   return text;
 }
 
-/// That others can read it whole: no FIFO, and not without end.
+/// Checks that others can read the file whole: no FIFO, and not without end.
 Status check_small_file(const std::string& folder, std::string_view name) {
   SI_ASSIGN_OR_RETURN(const std::optional<std::string> path, model::find_folder_file(folder, name));
   if (!path) return Status();
@@ -109,7 +109,7 @@ Result<ModelSource> read_model_folder(const std::string& folder,
   source.architecture = std::move(config.architecture);
   source.type = config.type;
   source.notice = std::move(config.remark);
-  // What generation_config.json says counts, as in transformers.
+  // The values in generation_config.json count, as in transformers.
   SI_ASSIGN_OR_RETURN(const std::optional<std::string> generation,
                       read_small_file(folder, kGenerationConfig, kConfigBytesMax));
   model::EndTokens end;

@@ -18,7 +18,7 @@
 
 namespace smartinf::train {
 
-/// Of a file of a tokenizer.
+/// Bytes of a file of a tokenizer, at most.
 inline constexpr uint64_t kTokenizerBytesMax = uint64_t{256} << 20;
 
 /// The recipe's numbers, of the Llama family. `model` may leave out what follows from others.
@@ -27,11 +27,11 @@ model::Architecture architecture_of(const ModelOptions& model, uint32_t sequence
 struct ModelSource {
   model::Architecture architecture;
   std::string config_json;             // empty: the recipe says what the model is
-  std::optional<base::DataType> type;  // that config.json names
-  std::string notice;                  // what training does not do as it says; empty: nothing
+  std::optional<base::DataType> type;  // the type that config.json names
+  std::string notice;                  // a part of it that training leaves out; empty: nothing
   std::vector<std::string> notes;      // what in the folder changes nothing, and why
-  std::string folder;                  // that config.json is from
-  std::vector<int64_t> end_tokens;     // that the folder names, each of which ends a text
+  std::string folder;                  // the folder that config.json is from
+  std::vector<int64_t> end_tokens;     // tokens that the folder names, each of which ends a text
 };
 /// model.from's folder, else what the run has kept of it. Errors: those of read_model_folder(),
 /// kMismatch where both are there and config.json is not the same; where the run has kept nothing
@@ -52,7 +52,7 @@ struct TextForm {
 /// data.tokenizer, else the model's own; without one the tokens of a vocabulary of 256 are bytes.
 TextForm text_form(const Options& options, const ModelSource& source);
 
-/// What transformers loads a tokenizer from, and how it generates.
+/// Files from which transformers loads a tokenizer and learns how it generates.
 inline constexpr std::array<std::string_view, 10> kTokenizerFiles{"tokenizer.json",
                                                                   "tokenizer_config.json",
                                                                   "special_tokens_map.json",
@@ -69,7 +69,7 @@ using TextFiles = std::vector<std::pair<std::string, std::string>>;
 base::Result<TextFiles> read_model_files(const std::string& from);
 /// Copies them from model.from's folder into the run's; with the last one the copy counts. Durable.
 base::Status keep_model_files(const std::string& from, const std::string& run);
-/// What was kept: names and contents, config.json left out.
+/// Files that were kept: names and contents, config.json left out.
 base::Result<TextFiles> kept_tokenizer_files(const std::string& run);
 /// After a start that failed.
 void remove_model_files(const std::string& run);

@@ -29,7 +29,7 @@ class ModelWeights {
   base::DataType type() const { return type_; }
   torch::TensorOptions tensor_options() const;
 
-  /// What adapters are beside: the model's own weights are then not trained.
+  /// Sets the weights that adapters are beside: the model's own weights are then not trained.
   void freeze(std::unique_ptr<FrozenWeights> weights) { frozen_ = std::move(weights); }
   bool frozen() const { return frozen_ != nullptr; }
 
@@ -44,7 +44,8 @@ class ModelWeights {
   /// Makes the model and takes the committed step's weights into memory. The updater lives until
   /// close(). Errors: the devices'; torch throws.
   base::Status load(engine::Updater& updater, const Layout& layout);
-  /// What computes is gone. Waits for what is being read; memory stays, which an update may write.
+  /// Closes the stream after what computes is gone. Waits for what is being read; memory stays,
+  /// which an update may write.
   void close() {
     if (stream_ != nullptr) stream_->close();
   }

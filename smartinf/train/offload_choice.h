@@ -24,8 +24,8 @@ struct SpoolRates {
 /// Aligned as Spool says. Errors: the devices'.
 base::Result<SpoolRates> measure_spool(engine::Spool& spool, std::span<std::byte> memory);
 
-/// Of so many entries, in the order of forward, those that are offloaded: the last ones, for which
-/// there are buffers, and the others evenly, so that the drives have time for each.
+/// Whether an entry is offloaded. Of so many entries, in the order of forward, those are: the last
+/// ones, for which there are buffers, and the others evenly, so that the drives have time for each.
 bool is_offloaded(uint64_t entry, uint64_t offloaded, uint64_t in_memory, uint64_t entries);
 
 /// The keep rule. Steps in which all is computed again tell how long an entry takes to compute and
@@ -47,7 +47,7 @@ class OffloadChoice {
     uint64_t bytes = 0;      // of each
     SpoolRates rates;
   };
-  /// Of one step.
+  /// Measurements of one step.
   struct Measured {
     double seconds = 0;
     double forward_s = 0;     // without what it waited for weights

@@ -1,4 +1,4 @@
-// What a user can say about model, data and training. The recipe's [model], [data] and [train]
+// Options of model, data and training that a user can set. The recipe's [model], [data] and [train]
 // tables map to these one to one, field by field; optimizer.where is here because it chooses
 // between the engine and torch's own optimizer. No torch in this header: the recipe is read on
 // machines without.
@@ -65,10 +65,11 @@ struct EvaluationSet {
   std::string name;
   std::vector<std::string> paths;
 };
-/// What data.evaluation says; a name that comes several times is one set. Errors: kInvalidArgument.
+/// The sets of data.evaluation; a name that comes several times is one set. Errors:
+/// kInvalidArgument.
 base::Result<std::vector<EvaluationSet>> evaluation_sets(const DataOptions& data);
 
-/// Of weights and compute. The state is always f32 (or what optimizer.format says).
+/// Type of weights and compute. The state is always f32 (or what optimizer.format says).
 enum class Precision : uint8_t {
   kBf16,
   kF32,
@@ -76,7 +77,7 @@ enum class Precision : uint8_t {
 };
 inline constexpr std::array<std::string_view, 3> kPrecisionNames{"bf16", "f32", "auto"};
 constexpr base::EnumNames enum_names(Precision) { return kPrecisionNames; }
-/// Of one that was chosen; until then it is taken for bf16.
+/// Type of a precision that was chosen; until then it is taken for bf16.
 constexpr base::DataType precision_data_type(Precision precision) {
   return precision == Precision::kF32 ? base::DataType::kF32 : base::DataType::kBf16;
 }
@@ -142,7 +143,7 @@ struct TrainOptions {
 /// memory.activations.
 using plan::Activations;
 
-/// What may be used. Bytes; 0: what is free at the start.
+/// Memory that may be used. Bytes; 0: what is free at the start.
 struct MemoryOptions {
   uint64_t host_bytes = 0;  // of the whole process
   uint64_t accelerator_bytes = 0;

@@ -1,4 +1,4 @@
-// What the updates of a run are hidden behind, step by step.
+// Choice of what the updates of a run are hidden behind, step by step.
 #pragma once
 
 #include "smartinf/engine/early_update_pays.h"
@@ -14,7 +14,7 @@ class OverlapChoice {
   /// wanted: optimizer.overlap; kNone where the updater hides nothing.
   OverlapChoice(Overlap wanted, double clip_norm) : wanted_(wanted), clip_norm_(clip_norm) {}
 
-  /// Of the step in progress; never kAuto.
+  /// Overlap of the step in progress; never kAuto.
   Overlap now() const { return now_; }
   /// last: nothing is computed behind the step.
   void choose(bool last, const engine::Updater& updater) {

@@ -11,7 +11,7 @@
 
 namespace smartinf::train {
 
-/// What a group has of its own.
+/// Values that a group has of its own.
 struct ParameterGroup {
   double lr_factor = 1;  // of the schedule's learning rate
   double weight_decay = 0;

@@ -1,5 +1,5 @@
-// What the trainer commits with each step: where the data goes on, what must be the same when a run
-// goes on, and the folder that the run belongs to.
+// Position that the trainer commits with each step: where the data goes on, what must be the same
+// when a run goes on, and the folder that the run belongs to.
 #pragma once
 
 #include <cstdint>

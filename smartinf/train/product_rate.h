@@ -31,8 +31,8 @@ base::Result<ProductRates> compare_product_rates(uint32_t threads);
 /// "7.2 GFLOP/s in bf16, for which this processor has no instructions, and 54 in f32".
 std::string describe_product_rates(const ProductRates& rates);
 
-/// What train.precision = "auto" stands for where this rank computes, from what the processor is
-/// and not from measured rates: a run that is begun twice is the same twice.
+/// Precision that train.precision = "auto" stands for where this rank computes, by what the
+/// processor is and not from measured rates: a run that is begun twice is the same twice.
 struct ChosenPrecision {
   Precision precision = Precision::kBf16;
   std::string why;  // with rates; empty: there is nothing to say

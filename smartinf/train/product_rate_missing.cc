@@ -1,4 +1,4 @@
-// Of a build without torch.
+// Product rates in a build without torch.
 #include "smartinf/train/product_rate.h"
 
 namespace smartinf::train {

@@ -89,7 +89,7 @@ Result<RunStart> choose_run(const std::string& folder, const std::vector<std::st
   }
   if (!start.found) return start;
   const engine::FoundRun& found = *start.found;
-  // What this trainer cannot go on with is reported when it is opened.
+  // A state that this trainer cannot go on with is reported when it is opened.
   if (const auto position = Position::from_json(found.client_metadata); position.ok()) {
     start.from = position->folder;
   }

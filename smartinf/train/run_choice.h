@@ -11,7 +11,7 @@
 
 namespace smartinf::train {
 
-/// What the user says of a state that is on the devices: the first eight digits, or more, of its
+/// Choice of the user for a state that is on the devices: the first eight digits, or more, of its
 /// run's id. At most one is given.
 struct RunChoice {
   std::string take_over;   // it becomes this folder's

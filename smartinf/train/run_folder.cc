@@ -31,9 +31,9 @@ namespace fs = std::filesystem;
 
 namespace {
 
-/// Of lines that wait for room on the disk: those of some ten thousand steps.
+/// Bytes of lines that wait for room on the disk: those of some ten thousand steps.
 constexpr size_t kPendingBytesMax = size_t{16} << 20;
-/// Of one line. What is longer is not ours, and no reason to take memory.
+/// Bytes of one line, at most. A longer one is not ours, and no reason to take memory.
 constexpr size_t kLineBytesMax = size_t{16} << 20;
 constexpr uint64_t kRecordBytesMax = uint64_t{1} << 20;
 
@@ -262,7 +262,7 @@ void RunFolder::append_validation(base::StepNumber step, std::string_view json_l
 }
 
 Status RunFolder::write_pending() {
-  // What is left of a line that was written in part follows on it.
+  // The rest of a line that was written in part follows on it.
   std::string_view left = pending_;
   const Status written = write_all(log_, left, file(kLogFile));
   pending_.erase(0, pending_.size() - left.size());

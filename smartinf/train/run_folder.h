@@ -57,10 +57,10 @@ class RunFolder {
   base::Status keep_recipe(std::string_view text) const;
   /// Durable when it returns: devices are given their first state after it.
   base::Status keep_run_record(const RunRecord& record) const;
-  /// Of a run that could not begin.
+  /// Removes the record of a run that could not begin.
   void remove_run_record() const;
 
-  /// What keep_log_until() took out of the log.
+  /// Lines that keep_log_until() took out of the log.
   struct LogCut {
     base::StepNumber last = 0;  // of the log before
     std::string kept_in;        // the file that has the lines now; empty: they were of step + 1

@@ -24,7 +24,7 @@ constexpr std::array<std::string_view, 9> kFirstColumns{
     "loss",    "validation_loss", "gradient_norm", "lr",       "tokens",
     "seconds", "tokens_per_s",    "exposed_s",     "forward_s"};
 
-/// What a line is taken for.
+/// Names in a line that make it one of measurements.
 constexpr std::array<std::string_view, 4> kMeasured{"loss", "validation_loss", "evaluation_loss",
                                                     "layers"};
 

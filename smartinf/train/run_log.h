@@ -1,4 +1,4 @@
-// What a run's log has measured, as rows for other programs.
+// Measurements of a run's log, as rows for other programs.
 #pragma once
 
 #include <span>
@@ -12,7 +12,7 @@
 
 namespace smartinf::train {
 
-/// What one line of the log says of a step.
+/// Facts about a step in one line of the log.
 struct LogRow {
   base::StepNumber step = 0;
   bool begins_step = false;  // the step's own line; validations and norms of layers follow it

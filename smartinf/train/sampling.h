@@ -22,7 +22,7 @@ base::Status validate(const Sampling& sampling);
 
 struct DecodeOptions {
   uint64_t tokens = 0;     // new ones, at most
-  uint64_t positions = 0;  // that a sequence may have
+  uint64_t positions = 0;  // positions that a sequence may have
   Sampling sampling;
   std::vector<int64_t> end_tokens;  // each ends a sequence
   std::stop_token stop;

@@ -1,5 +1,5 @@
-// What autograd keeps of a unit for its backward, as bytes that may leave memory: the way of
-// SSDTrain (Wu et al., 2024).
+// Tensors that autograd keeps of a unit for its backward, as bytes that may leave memory: the way
+// of SSDTrain (Wu et al., 2024).
 #pragma once
 
 #include <cstdint>
@@ -12,8 +12,9 @@
 
 namespace smartinf::train {
 
-/// Of one unit and one micro batch. Tensors that share memory are kept once; the unit's weights and
-/// its input are not kept, but found where they are in backward, and neither are small tensors.
+/// Saved tensors of one unit and one micro batch. Tensors that share memory are kept once; the
+/// unit's weights and its input are not kept, but found where they are in backward, and neither are
+/// small tensors.
 ///
 /// Threads: one caller, and autograd's while it computes for him.
 class SavedTensors : public std::enable_shared_from_this<SavedTensors> {
@@ -31,7 +32,7 @@ class SavedTensors : public std::enable_shared_from_this<SavedTensors> {
     Recording& operator=(const Recording&) = delete;
   };
 
-  /// Of what was recorded.
+  /// Bytes of what was recorded.
   uint64_t bytes() const { return bytes_; }
   /// Lets go of the tensors: their bytes, to be kept together in [bytes()].
   std::vector<SpooledBuffers::Part> give_up();

@@ -59,7 +59,7 @@ class SpooledBuffers {
   void put(size_t unit, size_t batch, std::span<const Part> parts);
   /// Without an accelerator: the entry's bytes in its buffer, until release().
   torch::Tensor kept(size_t unit, size_t batch);
-  /// It is not read before take(): it may leave memory.
+  /// Lets an entry leave memory: it is not read before take().
   void release(size_t unit, size_t batch);
   /// In backward, which begins with the first call: batch after batch of the last unit, then of the
   /// one before; those that were not put may be left out. The entry's bytes where the model

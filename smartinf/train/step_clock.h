@@ -30,7 +30,7 @@ class StepClock {
   /// The commit of the step before was waited for.
   void waited_for_commit(double seconds) { commit_waited_s_ += seconds; }
   void updated() { end_ns_ = base::now_ns(); }
-  /// What of the update follows the report is of the next one.
+  /// Counts the part of the update that follows the report to the next report.
   void waited_after_step(double seconds) { after_step_s_ = seconds; }
 
   void report(StepReport& report, double waited_s) {

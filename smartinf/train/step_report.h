@@ -1,4 +1,4 @@
-// What one step did: the line on the terminal and in the log.
+// Report of one step: the line on the terminal and in the log.
 #pragma once
 
 #include <cstdint>
@@ -23,8 +23,8 @@ struct StepReport {
   double loss = 0;           // mean over the step's targets, nats
   double gradient_norm = 0;  // before clipping
   double lr = 0;
-  uint64_t tokens = 0;   // that were read, padding too
-  uint64_t targets = 0;  // that count in the loss
+  uint64_t tokens = 0;   // tokens that were read, padding too
+  uint64_t targets = 0;  // targets that count in the loss
 
   double began_s = 0;    // seconds since 1970
   double seconds = 0;    // the whole step
@@ -32,12 +32,12 @@ struct StepReport {
   double backward_s = 0;
   double update_s = 0;   // all else: gradients handed over, updates waited for
   double exposed_s = 0;  // of it, what the step waited for: weights, or the commit before it
-  std::string_view overlap = "none";  // what ran beside its update: none, late or early
+  std::string_view overlap = "none";  // the overlap of its update: none, late or early
   bool wrong_guess = false;           // an early update was done again
 
   engine::UpdaterTraffic traffic;  // since the report before this one
 
-  // Of compressed gradients; 0 without.
+  // Figures of compressed gradients; 0 without.
   uint64_t compressed_bytes = 0;  // that were sent
   double density = 0;             // of compressed gradients (compress::CompressOptions::density)
   double residual_norm = 0;       // of what is added to the next gradient

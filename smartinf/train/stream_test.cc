@@ -1,5 +1,5 @@
-// What does not stay in memory changes time and never a bit: runs whose units, gradients and inputs
-// come from the devices beside the same run that keeps everything.
+// Runs whose units, gradients and inputs come from the devices, beside the same run that keeps
+// everything: what does not stay in memory changes time and never a bit.
 #include <algorithm>
 #include <cstdint>
 #include <iterator>
@@ -95,7 +95,7 @@ const Setting kSettings[] = {
      .in_memory = 2,
      .spool_saved = true,
      .measured = true},
-    // What is spooled lies on one device whole, and fills none of them to the end.
+    // An entry of the spool lies on one device whole, and fills none of them to the end.
     {.name = "spooled_to_eight_devices",
      .accumulation = 3,
      .devices = 8,
@@ -136,7 +136,7 @@ class StreamedBits : public testing::TestWithParam<Setting> {
     return job;
   }
 
-  /// What plan_run() would find with less memory than everything takes.
+  /// The plan that plan_run() would find with less memory than everything takes.
   plan::TrainingPlan less_memory() const {
     const Setting& setting = GetParam();
     const Job made = job("none", 0, 1);
@@ -170,7 +170,7 @@ class StreamedBits : public testing::TestWithParam<Setting> {
     options.model.vocabulary = 256;
     return architecture_of(options.model, options.data.sequence);
   }
-  /// Of layers and micro batches.
+  /// Saved entries: layers times micro batches.
   static uint64_t saved() { return uint64_t{kLayers} * GetParam().accumulation; }
   static uint64_t whole(uint64_t bytes) { return base::round_up(bytes, base::kIoAlignment); }
 

@@ -17,7 +17,7 @@ void give_tensors_their_own_pages();
 /// some small parts of it stay for long, a heap of it does not shrink again: offloading.
 void give_pages_to_tensors_of(size_t bytes);
 
-/// What waits goes back to the system, and what tensors have once needed is forgotten.
+/// Gives waiting pages back to the system, and forgets what tensors have once needed.
 void unmap_waiting_pages();
 
 }  // namespace smartinf::train

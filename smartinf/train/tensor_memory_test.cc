@@ -74,7 +74,7 @@ TEST_F(TensorMemory, GrowsCopiesAndIsFreedByAddress) {
 
 TEST_F(TensorMemory, SaysWhatDoesNotFit) {
   EXPECT_THROW(torch::empty({int64_t{1} << 50}, torch::kUInt8), c10::OutOfMemoryError);
-  // What was not given was not needed either.
+  // Pages that were not given were not needed either.
   const int64_t before = resident_bytes();
   for (int64_t size = 32; size < 40; ++size) bytes(size * kMiB);
   EXPECT_LT(resident_bytes() - before, (39 + 8) * kMiB);

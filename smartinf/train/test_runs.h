@@ -1,5 +1,5 @@
-// What the tests of whole runs share: a small model's job, its run step by step, gradients that
-// become NaN on request.
+// Code that the tests of whole runs share: a small model's job, its run step by step, gradients
+// that become NaN on request.
 #pragma once
 
 #include <algorithm>
@@ -62,7 +62,7 @@ class Poison {
   at::CallbackHandle handle_;
 };
 
-/// What must not depend on how a run was carried out, and what shows how it was.
+/// Results of a run that must not depend on how it was carried out, and those that show how it was.
 struct Outcome {
   std::vector<double> losses;
   std::vector<double> norms;  // of steps that were not skipped
@@ -192,7 +192,7 @@ class TestRuns {
     return outcome;
   }
 
-  /// What a run has left, when its trainer is gone; empty after a failure.
+  /// The state that a run has left, when its trainer is gone; empty after a failure.
   static std::vector<float> state_of(const Job& job, const plan::ParameterSpace& space) {
     std::vector<float> state;
     auto updater = engine::Updater::open(job.updater, space);

@@ -11,7 +11,7 @@
 
 namespace smartinf::train {
 
-/// What advises to make one.
+/// Advice to make a token file.
 inline constexpr const char* kTokenFileAdvice =
     "Make token files with scripts/make_token_files.py or llm.c's data scripts";
 
@@ -22,7 +22,7 @@ struct TokenFile {
   std::vector<uint64_t> document_starts;
 };
 
-/// By its name.
+/// Whether the name is that of a token file.
 bool is_token_file(const std::string& path);
 
 /// Looks at the header and the documents; tokens and mask are read through the segment. Takes

@@ -100,7 +100,7 @@ class TorchTrainer final : public Trainer {
   /// The micro batches of the next step that this rank computes. targets: of all ranks'. Errors:
   /// kCancelled where several ranks have to stop.
   base::Result<std::vector<Batch>> next_batches(const std::stop_token& stop, uint64_t& targets);
-  /// Of all micro batches of the step, in their order. mine: of this rank's.
+  /// Losses of all micro batches of the step, in their order. mine: of this rank's.
   base::Result<std::vector<double>> losses_of_all(std::span<const double> mine) const;
 
   StepReport begin_report() const;
@@ -160,7 +160,7 @@ class TorchTrainer final : public Trainer {
   plan::MicroBatchRange mine_;  // of a step
 
   Run run_;
-  std::string compression_;  // what is sent; empty where gradients are dense
+  std::string compression_;  // text about it; empty where gradients are dense
   storage::RingKind ring_ = storage::RingKind::kAuto;
   bool in_memory_ = false;  // optimizer.where = "memory"
   ModelWeights weights_;

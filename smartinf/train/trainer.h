@@ -27,9 +27,9 @@ struct Job {
   std::string recipe;
   RunChoice choice;  // of a state on the devices that the run's folder does not know
   engine::StateProgress progress = {};  // of the first weights; a failure that it returns ends it
-  /// Of several, every rank has the same job, and every call of its trainer is made by all of them
-  /// in the same order. updater.devices have their ranks (devices_of_ranks). Rank 0 has the run's
-  /// folder; the others do not look at it.
+  /// Ranks of the run. Where there are several, every rank has the same job, and every call of its
+  /// trainer is made by all of them in the same order. updater.devices have their ranks
+  /// (devices_of_ranks). Rank 0 has the run's folder; the others do not look at it.
   Ranks ranks = {};
   /// For tests: instead of what plan_run() finds.
   std::optional<plan::TrainingPlan> plan = {};
@@ -55,8 +55,8 @@ class Trainer {
   /// anything is written. The folder is not changed when there is no step left to train. Errors:
   /// whatever a user can get wrong; each names the key, file or device.
   static base::Result<std::unique_ptr<Trainer>> open(const Job& job);
-  /// What of the run would be in memory, in lines for people; nothing is opened or written. Errors:
-  /// as open(), of options, data and memory.
+  /// Describes what of the run would be in memory, in lines for people; nothing is opened or
+  /// written. Errors: as open(), of options, data and memory.
   static base::Result<std::vector<std::string>> describe_memory(const Job& job);
   virtual ~Trainer() = default;
 

@@ -1,4 +1,4 @@
-// What happens before the first step: a run is chosen, its devices are opened, its history kept.
+// Start of a run: it is chosen, its devices are opened, its history kept.
 #include <algorithm>
 #include <cmath>
 #include <filesystem>
@@ -112,7 +112,8 @@ Result<RunStart> choose_start(const Job& job) {
 
 }  // namespace
 
-/// What the plan gives to the rank with the most devices, in the engine's numbers: of all ranks.
+/// Bytes for all ranks, in the engine's numbers, of which the plan gives `bytes` to the rank with
+/// the most devices.
 uint64_t TorchTrainer::bytes_of_all(const engine::UpdaterOptions& options, uint64_t bytes) const {
   if (ranks_.alone()) return bytes;
   return base::divide_up(bytes, device_sharing(options, ranks_.world()).most) *
@@ -124,7 +125,7 @@ engine::UpdaterOptions TorchTrainer::planned(engine::UpdaterOptions options) con
   options.stream_weights = targets_.empty();
   options.gradient_budget_bytes = bytes_of_all(options, plan_.gradient_memory_bytes);
   if (plan_.spool_bytes == 0) return options;
-  // What is spooled lies on one device whole: each may have less room than that left over.
+  // An entry of the spool lies on one device whole: each may have less room than that left over.
   const uint64_t largest = std::max(plan_.input_bytes, plan_.saved_bytes);
   options.spool_bytes =
       ranks_.world() * (plan_.spool_bytes + device_sharing(options, ranks_.world()).most *
@@ -132,7 +133,8 @@ engine::UpdaterOptions TorchTrainer::planned(engine::UpdaterOptions options) con
   return options;
 }
 
-// What autograd keeps is offloaded where the devices have room; only who asks for it gets an error.
+// Opens the devices with a spool where they have room for what autograd keeps; only who asks for it
+// gets an error.
 Result<std::unique_ptr<engine::Updater>> TorchTrainer::open_with_spool(
     engine::UpdaterOptions options, base::StepNumber trained) {
   if (plan_.measures_offload &&
@@ -277,7 +279,7 @@ Status TorchTrainer::initialize(const Job& job) {
   return begun;
 }
 
-/// What stays as it is beside adapters.
+/// Opens the weights that stay as they are beside adapters.
 Status TorchTrainer::open_frozen_weights(const Job& job) {
   if (targets_.empty() || weights_.frozen()) return Status();
   const model::Architecture& architecture = source_.architecture;
@@ -472,7 +474,7 @@ Result<Prepared> prepare(const Job& job) {
   SI_ASSIGN_OR_RETURN(ModelSource source, find_model(options));
   const model::Architecture& model = source.architecture;
   if (model.vocabulary == 0) {
-    // What is exported later has it from the recipe, and the token files may be gone by then.
+    // An export has it from the recipe later, and the token files may be gone by then.
     return Status(
         ErrorCode::kInvalidArgument, "model.vocabulary is not given",
         fmt::format(
@@ -523,7 +525,8 @@ Result<std::vector<std::string>> Trainer::describe_memory(const Job& job) {
 
 namespace {
 
-/// That checkpoints can be written there, by all ranks: each writes its devices' part of one.
+/// Checks that checkpoints can be written there, by all ranks: each writes its devices' part of
+/// one.
 Status check_checkpoints(const Ranks& ranks, const std::string& folder) {
   Status checked;  // by one rank: it makes a file there and removes it
   if (ranks.first()) checked = engine::check_checkpoint_folder(folder);

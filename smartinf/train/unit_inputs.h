@@ -29,7 +29,7 @@ class UnitInputs {
   void put(size_t unit, size_t batch, torch::Tensor input);
   /// In forward: it stays.
   torch::Tensor get(size_t unit, size_t batch);
-  /// What get() gave is not used any more before backward.
+  /// Ends the use of what get() gave, until backward.
   void release(size_t unit, size_t batch);
   /// In backward, which begins with the first call: batch after batch of the last unit, then of the
   /// one before. It is there until the next call, and not kept any longer.

@@ -283,7 +283,7 @@ double UnitPass::head_of(const Head& head, size_t batch) {
   return loss;
 }
 
-/// What forward left, or computed again.
+/// The graph that forward left, or that is computed again.
 UnitPass::Graph UnitPass::graph_of(size_t unit, const UnitWeights& weights, size_t batch) {
   const Tensor input = unit > 0 ? inputs_.take(unit, batch) : Tensor();
   Graph graph = std::exchange(graphs_[unit][batch], Graph());
@@ -308,7 +308,7 @@ void UnitPass::backward_unit(size_t unit, const UnitWeights& weights, size_t bat
   if (unit > 0) gradients_BTC_[batch] = std::move(made.back());
   sums_[unit].resize(parameters.size());
   for (size_t p = 0; p < parameters.size(); ++p) {
-    // Of an expert that no token went through.
+    // The gradient of an expert that no token went through.
     if (!made[p].defined()) made[p] = torch::zeros_like(parameters[p].weight);
     add_gradient(sums_[unit][p], std::move(made[p]));
   }

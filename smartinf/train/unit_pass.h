@@ -29,7 +29,7 @@ namespace smartinf::train {
 struct Batch {
   torch::Tensor tokens_BT;   // int64, on the accelerator
   torch::Tensor targets_BT;  // the token after each; kNoTarget (-100): it does not count
-  uint64_t targets = 0;      // that count
+  uint64_t targets = 0;      // targets that count
   DocumentEnds document_ends = {};
 };
 
@@ -45,11 +45,11 @@ class UnitPass {
   UnitPass(const Model& model, LayerStream& stream, Adapters* adapters, bool recompute,
            UnitInputs inputs, std::optional<SpooledBuffers> saved);
 
-  /// What this process has of a step's gradient of the parameter that begins at element `first`.
-  /// Of all micro batches it is one sum. Of a rank's share there are sums of several, those of
-  /// plan::summation_nodes(), in their order; of an embedding that is the head's matrix too in two
-  /// trees, first the head's sums and then the embedding's, and the gradient is the sum of the
-  /// trees. Each is of the weights' type for one micro batch, else f32.
+  /// Gradient of a step, as far as this process has it, of the parameter that begins at element
+  /// `first`. Of all micro batches it is one sum. Of a rank's share there are sums of several,
+  /// those of plan::summation_nodes(), in their order; of an embedding that is the head's matrix
+  /// too in two trees, first the head's sums and then the embedding's, and the gradient is the sum
+  /// of the trees. Each is of the weights' type for one micro batch, else f32.
   struct Gradient {
     uint64_t first = 0;
     std::vector<torch::Tensor> sums;
@@ -93,10 +93,10 @@ class UnitPass {
   std::vector<torch::Tensor> next_logits(std::span<const Continued> sequences,
                                          const std::function<void()>& before_unit);
 
-  /// Of the units of layers and micro batches, how many go through `saved` in the next passes; at
-  /// first all. Which ones follows from the number (is_offloaded).
+  /// Sets how many of the units of layers and micro batches go through `saved` in the next passes;
+  /// at first all. Which ones follows from the number (is_offloaded).
   void offload(uint64_t count) { to_offload_ = count; }
-  /// Of the last pass: how many did.
+  /// Number of those that did in the last pass.
   uint64_t offloaded() const { return offloaded_; }
   /// Null where nothing is offloaded.
   SpooledBuffers* saved() { return saved_ ? &*saved_ : nullptr; }
@@ -112,7 +112,7 @@ class UnitPass {
   /// A unit's forward for one micro batch, as autograd has it.
   struct Graph {
     torch::autograd::Edge output;
-    std::vector<torch::Tensor> leaves;    // what of the unit is trained, then its input
+    std::vector<torch::Tensor> leaves;    // the unit's trained tensors, then its input
     std::shared_ptr<SavedTensors> saved;  // null: autograd has them
   };
   std::pair<Graph, torch::Tensor> compute(size_t unit, const UnitWeights& weights,
@@ -125,7 +125,7 @@ class UnitPass {
   Head get_head();
   void release_head();
   std::vector<uint32_t> forward_order() const;
-  /// What a forward without gradients starts from.
+  /// Input of a forward without gradients.
   struct Input {
     torch::Tensor tokens_BT;
     DocumentEnds documents;
@@ -147,7 +147,7 @@ class UnitPass {
   const bool recompute_;
   uint64_t backward_began_ns_ = 0;
 
-  // Of the pass in progress.
+  // State of the pass in progress.
   std::span<const Batch> batches_;
   const Options* options_ = nullptr;
   UnitInputs inputs_;  // [B, T, C] of each unit and batch
@@ -156,7 +156,7 @@ class UnitPass {
   uint64_t offloaded_ = 0;
   std::vector<std::vector<Graph>> graphs_;    // by unit, batch; empty: computed again
   std::vector<torch::Tensor> gradients_BTC_;  // by batch: of the unit's output
-  // Of the step, by unit and parameter: gradients so far.
+  // State of the step, by unit and parameter: gradients so far.
   std::vector<std::vector<std::optional<GradientTree>>> sums_;
   std::optional<GradientTree> tied_sums_;  // the head's share of the embedding's gradient
 };

@@ -1,5 +1,5 @@
-// What training and validation read: rows of a fixed number of tokens, each with its target, the
-// token after it. A stream of tokens is cut at every so many; documents are packed whole.
+// Rows that training and validation read: each of a fixed number of tokens, each with its target,
+// the token after it. A stream of tokens is cut at every so many; documents are packed whole.
 #pragma once
 
 #include <cstdint>
@@ -39,13 +39,13 @@ class Windows {
   uint64_t count() const { return count_; }
   const TokenStream& stream() const { return *stream_; }
   bool has_documents() const { return has_documents_; }
-  /// Of documents: tokens that are read, and targets that count, in all windows.
+  /// Counts of documents: tokens that are read, and targets that count, in all windows.
   uint64_t tokens() const { return tokens_; }
   uint64_t targets() const { return targets_; }
-  /// Of documents: tokens of pieces that were left out.
+  /// Tokens of documents' pieces that were left out.
   uint64_t left_out() const { return left_out_; }
 
-  /// Of documents: "90 documents or pieces of them in 12 windows, 97.1 % full".
+  /// Text about documents: "90 documents or pieces of them in 12 windows, 97.1 % full".
   std::string describe_packing() const;
 
   /// Rows of a batch: tokens and targets are `sequence` for each of `windows`, row by row. A target

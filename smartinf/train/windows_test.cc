@@ -167,7 +167,7 @@ TEST_F(WindowsTest, EndsOfDocumentsAreThoseOfAllRowsTogether) {
 }
 
 TEST_F(WindowsTest, PiecesWithoutATargetThatCountsAreLeftOut) {
-  // Of a document of 6 in pieces of 1, the targets are 1 to 5, of which 1 and 4 count.
+  // Targets of a document of 6 in pieces of 1 are 1 to 5, of which 1 and 4 count.
   const Windows windows = open({6, 1}, 1, /*masked=*/true);
   EXPECT_EQ(windows.count(), 2u);
   EXPECT_EQ(windows.left_out(), 3u);

@@ -1,6 +1,5 @@
-// What programs that test with the accelerator may call. The library registers itself with torch
-// when it is loaded (linked, dlopen or LD_PRELOAD); its options come from the environment
-// (README.md).
+// Calls for programs that test with the accelerator. The library registers itself with torch when
+// it is loaded (linked, dlopen or LD_PRELOAD); its options come from the environment (README.md).
 #pragma once
 
 #include <cstdint>

@@ -142,7 +142,7 @@ class DeviceMemory final : public c10::DeviceAllocator {
     }
   }
 
-  // Those of a freed block of the same size, or new ones.
+  // Addresses of a freed block of the same size, or new ones.
   size_t take_addresses(size_t bytes) {
     const auto freed = free_.find(bytes);
     if (freed != free_.end()) return free_.extract(freed).mapped();

@@ -1,5 +1,5 @@
-// What torch asks of a device: its guard (current device, streams, events), its hooks (pinned
-// memory, presence), its name and its allocator.
+// Interfaces that torch asks of a device: its guard (current device, streams, events), its hooks
+// (pinned memory, presence), its name and its allocator.
 #include <cstdlib>
 
 #include <ATen/CPUGeneratorImpl.h>

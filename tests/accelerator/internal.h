@@ -1,4 +1,4 @@
-// What the files of the accelerator share.
+// Declarations that the files of the accelerator share.
 #pragma once
 
 #include <array>

@@ -42,7 +42,7 @@ bool overlap(const Access& a, const Access& b) {
 }
 bool within(const Access& a, const Access& b) { return b.begin <= a.begin && a.end <= b.end; }
 
-// Of stream `now` after what it knows; empty: all are ordered.
+// Text about an access that is not ordered before this one of stream `now`; empty: all are ordered.
 std::string find_unordered(const State& all, size_t now, const Access& access,
                            const std::string& name) {
   for (const Noted& before : all.noted) {
@@ -73,7 +73,8 @@ void note_accesses(c10::StreamId stream, const std::vector<Access>& accesses,
   if (!error.empty()) ++all.errors;
   TORCH_CHECK(error.empty(), error);
   for (const Access& access : accesses) {
-    // What is noted here stands for what it covers: who is after this is after that.
+    // An access that is noted here stands for those that it covers: who is after this is after
+    // that.
     std::erase_if(all.noted, [&](const Noted& before) {
       const bool stands_for = access.writes || (!before.access.writes && before.stream == now);
       return stands_for && within(before.access, access);

@@ -1,4 +1,4 @@
-// What a device does whose state lies in memory in part.
+// Tests of a device whose state lies in memory in part.
 #include "tests/device_contract/contract.h"
 
 namespace smartinf::csd {
@@ -109,7 +109,8 @@ TEST_P(CachedContract, AWriteReplacesWhatIsInMemory) {
   finish_step(3);
 }
 
-/// What a process leaves that ends here without a word, opened by another one: a copy of the drive.
+/// Copy of the drive that a process leaves which ends here without a word, for another process to
+/// open.
 base::Result<std::unique_ptr<EmulatedDrive>> copy_of(EmulatedDrive& drive,
                                                      const storage::StoreLayout& layout,
                                                      const LocalDeviceOptions& options) {
@@ -120,8 +121,8 @@ base::Result<std::unique_ptr<EmulatedDrive>> copy_of(EmulatedDrive& drive,
   return copy;
 }
 
-// What is in memory only is written when asked for and at the end; before that, what a crash leaves
-// is known for what it is.
+// State that is in memory only is written when asked for and at the end; before that, what a crash
+// leaves is known for what it is.
 TEST_P(CachedContract, StateInMemoryOnlyIsTornUntilItIsFlushed) {
   if (!GetParam().writes_postponed() || !GetParam().memory) return;  // every step is written
   create();

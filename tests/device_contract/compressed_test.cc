@@ -1,4 +1,4 @@
-// What a device does with compressed gradients and with a residual.
+// Tests of a device with compressed gradients and with a residual.
 #include "tests/device_contract/contract.h"
 
 namespace smartinf::csd {

@@ -178,7 +178,7 @@ inline std::vector<Kind> kinds() {
     k.slots = 1;
     k.schedule = plan::ScheduleVariant::kNaive;
   });
-  // What is left has every option, and most of them together with others.
+  // Kinds that are left have every option, and most of them together with others.
   constexpr std::string_view kLeftOut[] = {"scratch",
                                            "one_slot",
                                            "naive",
@@ -205,8 +205,8 @@ inline std::vector<Kind> kinds() {
   return all;
 }
 
-/// Of the OpenCL processor, for the tests that are about what a processor does; all, or those of
-/// some names.
+/// Kinds of the OpenCL processor, for the tests that are about what a processor does; all, or those
+/// of some names.
 inline std::vector<Kind> opencl_kinds(std::initializer_list<std::string_view> names = {}) {
   std::vector<Kind> all;
   const auto add = [&](std::string name, auto change) {
@@ -327,7 +327,7 @@ class DeviceContract : public testing::TestWithParam<Kind> {
     return GetParam().memory ? open_emulated_device(options(), *drive_)
                              : open_local_device(options());
   }
-  /// What a client says of the device; the rest is options().
+  /// Share of the device as a client gives it; the rest is options().
   DeviceShare share() const {
     DeviceShare share;
     share.groups = groups_;

@@ -1,4 +1,4 @@
-// What every device kind does in a step: bits, order, aborts, traffic, snapshots.
+// Tests of what every device kind does in a step: bits, order, aborts, traffic, snapshots.
 #include <set>
 #include <thread>
 
@@ -161,7 +161,8 @@ TEST_P(DeviceContract, StopsAnUpdateThatIsAborted) {
   expect_state(reference);
 }
 
-/// What ends an update reaches the device while the update waits for what is in flight before it.
+/// A message that ends an update reaches the device while the update waits for what is in flight
+/// before it.
 TEST_P(DeviceContract, AnUpdateThatHasNotStartedIsStopped) {
   if (GetParam().durability == storage::Durability::kNone) return;  // in place
   if (GetParam().fake) return;  // an update ends within submit()

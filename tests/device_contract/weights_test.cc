@@ -60,11 +60,11 @@ class WeightsContract : public DeviceContract {
     for (size_t i = 0; i < count(); ++i) readings.push_back(ask(i, step));
     return readings;
   }
-  /// What the step's update makes; ends the reference's step.
+  /// Weights that the step's update makes; ends the reference's step.
   std::vector<std::vector<std::byte>> weights_of(ReferenceModel& reference, uint64_t number) {
     return reference.step(number, GetParam().gradient_type, GetParam().weights_type);
   }
-  /// Of the state that the reference is in.
+  /// Weights of the state that the reference is in.
   std::vector<std::vector<std::byte>> weights_at(ReferenceModel& reference, DataType type) {
     std::vector<std::vector<std::byte>> weights;
     for (size_t i = 0; i < count(); ++i) {
@@ -83,7 +83,7 @@ class WeightsContract : public DeviceContract {
       EXPECT_TRUE(readings[i]->weights == expected[i]) << "weights of subgroup " << i;
     }
   }
-  /// Of step `number`, without places for weights but for these subgroups.
+  /// Update of step `number`, without places for weights but for these subgroups.
   Update streamed_update(uint64_t number, std::vector<size_t> with_place = {}) {
     Update update = update_of(number);
     for (size_t i = 0; i < count(); ++i) {

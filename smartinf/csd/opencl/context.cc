@@ -105,7 +105,7 @@ base::Result<Found> choose(const OpenClOptions& options) {
                 "By number and name there are: " + names + ".");
 }
 
-/// What the arithmetic needs and not every device has.
+/// Checks abilities that the arithmetic needs and not every device has.
 Status check_abilities(const Found& found) {
   const auto lacks = [&](const std::string& what) {
     return Status(ErrorCode::kUnsupported,

@@ -1,5 +1,5 @@
-// What of a job is the host's: checksums of what is so short that kernels leave it, records of
-// those that kernels computed, and samples of the variance.
+// The host's part of a job: checksums of what is so short that kernels leave it, records of those
+// that kernels computed, and samples of the variance.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +16,7 @@ namespace smartinf::csd::opencl {
 /// XXH3 has other ways for up to so many bytes, which the host goes.
 inline constexpr uint64_t kHostSumBytes = 240;
 
-/// What a kernel is told of the checksum of `bytes` bytes that it is to compare.
+/// Entry that tells a kernel the checksum of `bytes` bytes, for it to compare.
 SumEntry entry_of(const std::optional<storage::BlockSum>& sum, uint64_t bytes);
 /// The same of a block of a plane that is read, and of one that is written.
 SumEntry expected_entry(const PlaneBlocks& planes, size_t plane, uint64_t block);
@@ -26,7 +26,7 @@ SumEntry seal_entry(const PlaneBlocks& planes, size_t plane, uint64_t block);
 void seal(const PlaneBlocks& planes, size_t plane, uint64_t block, uint64_t sum);
 /// Verifies the block if that is the host's.
 base::Status verify_short(const PlaneBlocks& planes, size_t plane, uint64_t block);
-/// What to say where the kernel has found another checksum than expected.
+/// The error where the kernel has found another checksum than expected.
 base::Status damaged(const PlaneBlocks& planes, size_t plane, uint64_t block);
 
 /// UpdateJob::samples_out, from the planes in the slot.

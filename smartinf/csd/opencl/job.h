@@ -1,4 +1,4 @@
-// What a kernel is told of its job: the same structs on both sides. In the language of
+// Arguments of a kernel's job: the same structs on both sides. In the language of
 // smartinf/base/arithmetic.h.
 #pragma once
 
@@ -60,7 +60,7 @@ typedef struct MatrixEntry {
   uint64_t column_scale;
 } MatrixEntry;
 
-/// Of a job that decodes or encodes a plane, or makes weights of one.
+/// Arguments of a job that decodes or encodes a plane, or makes weights of one.
 typedef struct PlaneArguments {
   uint64_t plane_at;
   uint64_t values_at;    // f32 or weights in the other buffer; block `first_block`'s first

@@ -57,7 +57,7 @@ std::byte* bytes_at(void* host) { return static_cast<std::byte*>(host); }
 
 base::Result<Place> JobRun::place(const std::byte* host, uint64_t bytes) {
   if (device_.memory == OpenClMemory::kShared) {
-    // What kernels only read is not written.
+    // Memory that kernels only read is not written.
     SI_ASSIGN_OR_RETURN(const cl_mem buffer, buffers_.borrow(const_cast<std::byte*>(host), bytes));
     return Place{buffer, 0, false};
   }
@@ -406,7 +406,7 @@ Status JobRun::finish(const DecodeJob& job) {
   const uint64_t first_block = job.read->first / kBlockElements;
   const uint64_t blocks = base::divide_up(job.read->count, kBlockElements);
   for (size_t i = 0; i < sums_.size(); ++i) {
-    // Of planes that nobody asked for nothing was computed.
+    // Planes that nobody asked for were not computed.
     if (job.read->planes[i / blocks] == nullptr || sums_[i] == 0) continue;
     return damaged(source_of(job, i / blocks), i / blocks, first_block + i % blocks);
   }
@@ -509,7 +509,7 @@ Status JobRun::begin(Job& job) {
   flush(device_.compute);
   flush(device_.out);
   if (status.ok()) return status;
-  // What was enqueued may still use the job's memory.
+  // Enqueued work may still use the job's memory.
   for (const Queue* queue : {&device_.in, &device_.compute, &device_.out}) clFinish(queue->get());
   brought_ = Event();
   kernels_.clear();

@@ -31,7 +31,7 @@ class JobRun {
   /// Complete when the job is.
   cl_event last() const { return last_.get(); }
   Job& job() const { return *job_; }
-  /// What remains for the host once it is: where it was `done`, the checksums and samples. The
+  /// Does what remains for the host once it is: where it was `done`, the checksums and samples. The
   /// job's first failure, or ok.
   base::Status end(bool done);
 

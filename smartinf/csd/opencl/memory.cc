@@ -8,8 +8,8 @@
 namespace smartinf::csd::opencl {
 namespace {
 
-// Of Xilinx' cl_ext_xilinx.h: a buffer's flag that says that its host pointer is this struct, and
-// the flag in it that asks for memory which other devices on the bus reach.
+// Names from Xilinx' cl_ext_xilinx.h: a buffer's flag that says that its host pointer is this
+// struct, and the flag in it that asks for memory which other devices on the bus reach.
 constexpr cl_mem_flags kExtensionPointer = cl_mem_flags{1} << 31;
 constexpr unsigned kPeerToPeer = 1u << 30;
 struct ExtensionPointer {

@@ -27,7 +27,7 @@ class Region {
   bool contains(const std::byte* at) const {
     return at >= bytes_.data() && at < bytes_.data() + bytes_.size();
   }
-  /// What kernels use in its place, and where there; none for shared memory.
+  /// The buffer that kernels use in its place, and the position there; none for shared memory.
   cl_mem on_device() const { return on_device_.get(); }
   uint64_t at(const std::byte* host) const {
     return device_at_ + static_cast<uint64_t>(host - bytes_.data());

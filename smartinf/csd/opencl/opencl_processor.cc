@@ -35,7 +35,7 @@ class RegionMemory final : public SlotMemory {
   std::shared_ptr<Region> region_;
 };
 
-/// What jobs work with. A job that hangs keeps it, whatever has become of the processor.
+/// Everything that jobs work with. A job that hangs keeps it, whatever has become of the processor.
 class Jobs {
  public:
   Jobs(std::shared_ptr<Device> device, std::function<void(Job&)> on_finished)

@@ -15,7 +15,7 @@
 
 namespace smartinf::csd::opencl {
 
-/// What an update's kernel is compiled for.
+/// The kind of update that a kernel is compiled for.
 struct UpdateKind {
   kernels::UpdateRule rule = kernels::UpdateRule::kAdamW;
   base::StateFormat format = base::StateFormat::kF32;

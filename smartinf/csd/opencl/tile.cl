@@ -1,4 +1,4 @@
-// What kernels do with a tile of 256 elements. A work group is one work item, for processors with
+// Work of kernels on a tile of 256 elements. A work group is one work item, for processors with
 // vectors, whose compilers make vector operations of the loops over lanes.
 
 #define TILE 256u

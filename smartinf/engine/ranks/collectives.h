@@ -1,5 +1,5 @@
-// What several ranks of a run do together: the processes' collective calls, over memory of the host
-// and on bytes. The trainer implements them over torch's process groups; tests over threads.
+// Collective calls of several ranks: what their processes do together, over memory of the host and
+// on bytes. The trainer implements them over torch's process groups; tests over threads.
 //
 // A rank that died, hangs or gave up shows as the error of a call, which names it, on every other
 // rank. All later calls then fail with the same error: the processes end, and opening the devices
@@ -105,7 +105,7 @@ base::Result<std::vector<T>> all_gather_values(Collectives& ranks, Channel chann
   return all;
 }
 
-/// What the ranks have agreed on.
+/// Outcome on which the ranks have agreed.
 struct Agreement {
   /// Ok on all ranks; else the first failure, with the same text everywhere. It names the rank,
   /// but where all have failed alike.

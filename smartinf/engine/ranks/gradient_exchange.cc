@@ -20,7 +20,7 @@ namespace {
 
 static_assert(plan::kRankPieceElements == kGradientPieceElements);
 
-/// That are added up at once, in a core's cache.
+/// Elements that are added up at once, in a core's cache.
 constexpr uint64_t kChunkElements = 4096;
 
 std::vector<uint32_t> measuring_ranks(const GradientTracker& tracker,
@@ -156,7 +156,7 @@ void GradientExchange::close_bucket() {
   open_received_.assign(open_received_.size(), 0);
 }
 
-/// What goes to each rank, and what comes from each.
+/// Lays out what goes to each rank, and what comes from each.
 void GradientExchange::lay_out(Bucket& bucket) {
   const uint32_t here = ranks_->rank();
   bucket.pieces.clear();

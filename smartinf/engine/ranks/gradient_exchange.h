@@ -56,7 +56,7 @@ class GradientExchange {
   /// After finish() on all ranks: what each rank has measured, on every rank.
   base::Status share_norms();
 
-  /// Of the spans that were put in this step: the same on all ranks.
+  /// Checksum of the spans that were put in this step: the same on all ranks.
   uint64_t spans_checksum() const { return spans_checksum_; }
 
  private:

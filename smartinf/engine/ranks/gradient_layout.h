@@ -17,7 +17,7 @@
 
 namespace smartinf::engine {
 
-/// What is sent for an element of a step's gradient, and how it is added up.
+/// Format of what is sent for an element of a step's gradient, and the way in which it is added up.
 struct SumFormat {
   struct Node {
     uint32_t rank = 0;
@@ -38,11 +38,11 @@ struct SumFormat {
   static uint64_t array_bytes(base::DataType type, uint64_t count) {
     return (count * base::data_type_bytes(type) + 7) / 8 * 8;
   }
-  /// Of all nodes of a rank.
+  /// Bytes of all nodes of a rank.
   uint64_t part_bytes(uint32_t rank, uint64_t count) const;
 };
 
-/// Of the steps so far; addresses stay.
+/// Formats of the steps so far; addresses stay.
 class SumFormats {
  public:
   explicit SumFormats(uint32_t world) : world_(world) {}

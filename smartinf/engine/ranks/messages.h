@@ -1,4 +1,4 @@
-// What ranks tell each other, as bytes (base/codec.h): all ranks of a run are the same program.
+// Messages between ranks, as bytes (base/codec.h): all ranks of a run are the same program.
 #pragma once
 
 #include <span>
@@ -46,7 +46,8 @@ std::string pack(const T&... values) {
   return {reinterpret_cast<const char*>(bytes.data()), bytes.size()};
 }
 
-/// What pack() made, or begins with it. Errors: kCorrupt; the values must not be used then.
+/// Unpacks what pack() made, or what begins with it. Errors: kCorrupt; the values must not be used
+/// then.
 template <typename... T>
 base::Status unpack(std::string_view text, T&... values) {
   base::Decoder decoder(std::as_bytes(std::span(text)));

@@ -26,7 +26,7 @@ using base::StepNumber;
 
 namespace {
 
-/// What a rank's devices hold, all together.
+/// State that a rank's devices hold, all together.
 struct Held {
   uint64_t all = 0;  // 1: each of them holds a state
   StepNumber committed_step = 0;

@@ -28,9 +28,9 @@ std::string packed(const UpdateOptions& options, base::DataType type) {
 
 // ---- Opening.
 
-/// What has to be the same on all ranks, by the name that an error gives it. The bindings name
-/// every option, so that a new one is decided on here; those that are not packed are each rank's
-/// own.
+/// Descriptions of what has to be the same on all ranks, by the name that an error gives it. The
+/// bindings name every option, so that a new one is decided on here; those that are not packed are
+/// each rank's own.
 std::vector<std::pair<std::string_view, std::string>> descriptions(
     const UpdaterOptions& options, const plan::ParameterSpace& space) {
   const auto& [devices, collectives, peers, rule, format, where, schedule, gradient_type, seed,
@@ -147,7 +147,7 @@ RanksUpdater::RanksUpdater(const UpdaterOptions& options, std::unique_ptr<Device
   }
 }
 
-/// What was started is carried through, by all ranks.
+/// Carries through, with all ranks, what was started.
 RanksUpdater::~RanksUpdater() {
   gradient_exchange_.reset();
   weight_exchange_.reset();
@@ -345,7 +345,7 @@ Status RanksUpdater::wait_commit() {
   demand_nothing();
   Status status = here_->wait_commit();
   if (!std::exchange(commit_started_, false)) return status;
-  // What the sink pointed to is the caller's again.
+  // Memory that the sink pointed to is the caller's again.
   weight_exchange_->wait_for_all(WeightExchange::From::kUpdate);
   update_started_ = false;
   return status;

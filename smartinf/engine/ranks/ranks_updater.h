@@ -95,7 +95,7 @@ class RanksUpdater final : public Updater {
   std::vector<std::string> describe_devices() const override;
 
  private:
-  /// Of a subgroup, of the newest update.
+  /// Place of a subgroup's weights from the newest update.
   enum class Weights : uint8_t {
     kNone,       // there was none, or it was aborted
     kInFlight,   // they are on their way to where the sink pointed, or there
@@ -115,7 +115,7 @@ class RanksUpdater final : public Updater {
   RanksUpdater(const UpdaterOptions& options, std::unique_ptr<DeviceUpdater> here);
 
   bool is_here(size_t subgroup) const { return rank_of_[subgroup] == ranks_->rank(); }
-  /// What all ranks say to a call.
+  /// The answer of all ranks to a call.
   base::Status all(std::string_view call, const base::Status& mine) const;
   /// The same where all of them want the weights of the same subgroups. same: what else they have
   /// in common.
@@ -142,7 +142,7 @@ class RanksUpdater final : public Updater {
   base::DataType update_type_ = base::DataType::kBf16;
   std::vector<Weights> weights_;         // of every subgroup
   std::vector<Fetch> fetches_;           // likewise
-  std::vector<LateFetch> late_fetches_;  // that come after a commit which was not started
+  std::vector<LateFetch> late_fetches_;  // fetches after a commit which was not started
 
   // Their threads end before the devices do.
   std::unique_ptr<GradientExchange> gradient_exchange_;

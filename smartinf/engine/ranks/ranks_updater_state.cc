@@ -16,7 +16,7 @@ using base::Status;
 
 namespace {
 
-/// What goes to all ranks at once of a state that is read: a block of each plane.
+/// Exchange of a state that is read: a block of each plane goes to all ranks at once.
 class BlockTurn {
  public:
   BlockTurn(Collectives& ranks, size_t planes) : ranks_(ranks) {
@@ -64,8 +64,8 @@ Status RanksUpdater::read_from_all(uint32_t plane_mask, size_t plane_count,
   }
   BlockTurn turn(*ranks_, wanted.size());
   uint64_t next = 0;
-  Status mine;     // what failed on this rank
-  Status stopped;  // what all ranks have heard of
+  Status mine;     // the failure on this rank
+  Status stopped;  // the failure that all ranks have heard of
   const auto visit_mine = [&](uint64_t first, std::span<const std::span<const float>> planes) {
     if (visit && mine.ok()) mine = visit(first, planes);
   };

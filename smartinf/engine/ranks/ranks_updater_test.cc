@@ -1,6 +1,6 @@
-// What several ranks have beyond the contract of an updater (updater_contract.h, which they are
-// held to as well): other numbers of ranks, sums over micro-batches, and ranks that fail at any
-// moment.
+// Tests of what several ranks have beyond the contract of an updater (updater_contract.h, which
+// they are held to as well): other numbers of ranks, sums over micro batches, and ranks that fail
+// at any moment.
 #include "smartinf/engine/ranks/ranks_updater.h"
 
 #include <cmath>
@@ -347,7 +347,7 @@ TEST_F(FailingRanks, LoseNoStepAndNameTheRankWhereverItFails) {
     Board failing(kRanks);
     failing.fail_at(1, call, fault);
     const std::vector<Status> said = run(failing);
-    // Whatever the last call was, the other one may have heard all of it.
+    // The other rank may have heard all of the last call, whatever that was.
     EXPECT_FALSE(said[1].ok());
     const bool hangs = fault == Board::Fault::kHangs;
     if (!said[0].ok()) {
@@ -376,7 +376,7 @@ TEST_F(FailingRanks, ARankThatComesLateIsWaitedFor) {
   }
 }
 
-/// Of each command of a step.
+/// Fails each command of a step in turn.
 TEST_F(FailingRanks, ADevicesFailureIsHeardByAllAndTheStepTakenBack) {
   FakeRanksPlace undisturbed(true, kRanks, 2);
   std::swap(place_, undisturbed);

@@ -22,7 +22,7 @@ using base::Status;
 
 namespace {
 
-/// What is said of a device that was opened.
+/// Report of a device that was opened.
 struct DeviceReport {
   storage::StoreLayout layout;
   storage::StoreState state;
@@ -240,7 +240,7 @@ class SharedSource final : public DeviceSource {
       (void)::gethostname(host.data(), host.size() - 1);
       return fmt::format("{}:{}", host.data(), source_->place());
     });
-    // Whatever fails fails again in the next call.
+    // A failure comes again in the next call.
     return name.ok() ? *name : source_->name();
   }
 

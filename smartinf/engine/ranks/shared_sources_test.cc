@@ -1,4 +1,4 @@
-// What all ranks learn of devices that one of them has.
+// Tests of what all ranks learn of devices that one of them has.
 #include "smartinf/engine/ranks/shared_sources.h"
 
 #include <algorithm>

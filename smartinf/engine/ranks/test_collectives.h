@@ -24,7 +24,7 @@
 
 namespace smartinf::engine {
 
-/// What all ranks of one opening share; outlives what BoardRank gives out.
+/// State that all ranks of one opening share; outlives what BoardRank gives out.
 class Board {
  public:
   enum class Fault : uint8_t {

@@ -49,14 +49,14 @@ class Crew final : public Updater {
 
   Board& board() { return *board_; }
   Updater& rank(size_t rank) { return *ranks_[rank]; }
-  /// What each rank says.
+  /// Makes a call on all ranks; returns what each says.
   template <typename Call>
   std::vector<base::Status> each(const Call& call) {
     std::vector<base::Status> said(ranks_.size());
     on_all_ranks(ranks_.size(), [&](size_t rank) { said[rank] = call(rank, *ranks_[rank]); });
     return said;
   }
-  /// What all of them say.
+  /// Makes a call on all ranks, which must say the same; returns it.
   template <typename Call>
   base::Status all(const Call& call) {
     const std::vector<base::Status> said = each(call);
@@ -124,7 +124,7 @@ class Crew final : public Updater {
                             uint64_t count) override {
     const uint64_t bytes = base::data_type_bytes(type);
     return all([&](size_t rank, Updater& updater) {
-      // What is outside of the space is refused, and there is nothing to be copied.
+      // Gradients outside of the space are refused, and there is nothing to be copied.
       const bool inside = at <= space().count() && count <= space().count() - at;
       std::vector<std::byte> mine(inside ? count * bytes : 0);
       for (uint64_t i = 0; inside && i < count; ++i) {
@@ -350,7 +350,7 @@ class FakeRanksPlace final : public StatePlace {
     return engine::open_crew(std::move(board), ranks_, options_, contract_space(),
                              [&](size_t) { return sources(); });
   }
-  /// By one process.
+  /// Opens the run in one process.
   base::Result<std::unique_ptr<Updater>> open_alone() {
     return Updater::open(options_, contract_space(), sources());
   }

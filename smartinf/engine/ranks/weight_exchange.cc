@@ -77,7 +77,8 @@ void WeightExchange::wait_for_all() {
 // ---- The thread.
 
 void WeightExchange::work(Job job) {
-  // What has been sent is not kept waiting for what this rank's devices still have to make.
+  // Weights that have been sent are not kept waiting for those that this rank's devices still have
+  // to make.
   while (in_flight_.size() == kInFlight || (!in_flight_.empty() && would_wait(job))) end_oldest();
   in_flight_.push_back(std::move(job));
   begin(in_flight_.back());

@@ -30,9 +30,9 @@ struct Credentials {
 /// kFailedPrecondition: expired, or not valid yet; kCorrupt: not PEM.
 base::Result<Credentials> read_credentials(const CredentialFiles& files, CertificateRole role);
 
-/// Who shows a certificate as a client, once TLS has verified it. Errors: kPermissionDenied: it
-/// does not say that it is for clients (extendedKeyUsage clientAuth), or does not have one common
-/// name of 1 to 64 characters; kCorrupt.
+/// The client's name in a certificate that TLS has verified. Errors: kPermissionDenied: it does not
+/// say that it is for clients (extendedKeyUsage clientAuth), or does not have one common name of 1
+/// to 64 characters; kCorrupt.
 base::Result<std::string> client_name(std::string_view certificate_pem);
 
 /// Errors: kPermissionDenied: others may read the file, or its group write it.

@@ -52,7 +52,7 @@ Status problem(ErrorCode code, std::string what, std::string advice, const std::
 // A key with a password is not asked for it: a server starts without anybody at the keyboard.
 int no_password(char*, int, int, void*) { return -1; }
 
-/// What the first block of PEM text is; null where it is none such.
+/// The first block of PEM text; null where it is none such.
 template <typename Owner, auto kRead>
 Owner parse(std::string_view pem) {
   if (pem.size() > kCrlBytesMax) return nullptr;

@@ -28,7 +28,7 @@ void copy_file(const std::string& from, const std::string& to) {
   std::filesystem::copy_file(from, to, std::filesystem::copy_options::overwrite_existing);
 }
 
-/// What is read of what scripts/certificates.py makes; tests/certificates_test.py is about the
+/// Tests of reading what scripts/certificates.py makes; tests/certificates_test.py is about the
 /// script.
 class Certificates : public testing::Test {
  protected:

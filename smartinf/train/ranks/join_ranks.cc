@@ -115,8 +115,8 @@ Groups connect(const std::shared_ptr<RankWatch>& watch, const RankEnvironment& e
   throw std::runtime_error("the ranks do not connect to each other");
 }
 
-/// What the calls of all groups share: the connections, and messages that are under way, which a
-/// failure of any rank ends.
+/// State that the calls of all groups share: the connections, and messages that are under way,
+/// which a failure of any rank ends.
 class Mesh {
  public:
   Mesh(std::shared_ptr<RankWatch> watch, Groups groups)
@@ -334,7 +334,8 @@ class GlooCollectives final : public Collectives {
 
 Result<Ranks> join_ranks(const RankEnvironment& environment, Milliseconds timeout) {
   std::signal(SIGPIPE, SIG_IGN);
-  // What torch's connections print of their troubles; what they mean is said by the errors here.
+  // Log level of torch's connections, which print their troubles; what they mean is said by the
+  // errors here.
   if (::setenv("TORCH_CPP_LOG_LEVEL", "FATAL", /*overwrite=*/0) == 0) c10::initLogging();
   SI_ASSIGN_OR_RETURN(std::unique_ptr<RankWatch> joined, RankWatch::join(environment, timeout));
   const std::shared_ptr<RankWatch> watch = std::move(joined);

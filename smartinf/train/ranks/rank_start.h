@@ -1,4 +1,4 @@
-// What the ranks of a run find out of each other before it starts.
+// Exchanges what the ranks of a run find out of each other before it starts.
 #pragma once
 
 #include <cstdint>
@@ -24,8 +24,8 @@ void share_cores(engine::UpdaterOptions& options, const Ranks& ranks);
 /// All devices, for what is asked before they are opened: those of other ranks answer from there.
 engine::DeviceSources sources_of(const Ranks& ranks, const engine::UpdaterOptions& options);
 
-/// What every rank may use: one plan for all of them is made from it. Errors: kMismatch where only
-/// some have an accelerator.
+/// Limits that every rank can keep: one plan for all of them is made from it. Errors: kMismatch
+/// where only some have an accelerator.
 base::Result<MemoryLimits> least_of_ranks(MemoryLimits limits, const Ranks& ranks);
 
 /// key: what names the files; digest: of what this rank reads in them. Errors: kMismatch, with the

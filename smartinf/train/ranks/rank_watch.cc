@@ -41,7 +41,7 @@ std::string first_line(const char* path) {
   return line;
 }
 
-/// Of a process on this machine, from /proc: its state's letter, and when it began.
+/// State of a process on this machine, from /proc: its state's letter, and when it began.
 struct ProcessState {
   char letter = 0;
   uint64_t started = 0;
@@ -126,9 +126,9 @@ std::string RankMember::name() const {
 
 struct RankWatch::Shared {
   static constexpr int kNobody = -1;
-  /// Whose message a rank waits for on each channel.
+  /// The rank whose message a rank waits for, on each channel.
   using Waits = std::array<int, engine::kChannels>;
-  /// What is known of a rank.
+  /// Facts known of a rank.
   struct Known {
     std::string sign;
     uint64_t changed_ns = 0;
@@ -173,7 +173,7 @@ struct RankWatch::Shared {
     return then >= now_ns ? 0 : static_cast<double>(now_ns - then) * 1e-9;
   }
 
-  /// Who keeps this rank waiting: the other one, or whom that one waits for in its turn.
+  /// The rank that keeps this rank waiting: the other one, or whom that one waits for in its turn.
   uint32_t awaited(size_t channel, uint32_t other) const {
     std::set<uint32_t> seen{environment.rank};
     while (seen.insert(other).second) {
@@ -198,7 +198,7 @@ struct RankWatch::Shared {
     changed.notify_all();
   }
 
-  /// What the store has not answered for so long is.
+  /// The failure for a store that has not answered for so long.
   Status silence_of_store() const {
     const double silent = base::seconds_since(round_ns);
     const auto state = !environment.store_runs && joined && on_this_machine(0)
@@ -397,7 +397,7 @@ RankWatch::~RankWatch() {
 
 namespace {
 
-/// Those of `world` ranks that have not come.
+/// Names those of `world` ranks that have not come.
 std::string missing_ranks(c10d::Store& store, uint32_t world) {
   std::string missing;
   for (uint32_t rank = 0; rank < world; ++rank) {

@@ -1,4 +1,4 @@
-// What the ranks of a run know of each other beside their collective calls, through torch's
+// Knowledge of the ranks of a run about each other beside their collective calls, through torch's
 // key-value store: who they are, that they live, and why one of them gave up.
 #pragma once
 

@@ -25,7 +25,7 @@ using base::Status;
 using engine::Channel;
 using engine::Collectives;
 
-/// What rank `from` sends to rank `to`: nothing, little, or much.
+/// Message of rank `from` to rank `to`: nothing, little, or much.
 std::vector<std::byte> message(uint64_t round, Channel channel, uint32_t from, uint32_t to) {
   constexpr std::array<size_t, 4> kSizes{0, 1, 1000, 300'000};
   const uint64_t seed = round * 31 + static_cast<uint64_t>(channel) * 7 + from * 3 + to;

@@ -34,7 +34,7 @@ class Ranks {
   bool alone() const { return world_ == 1; }
   uint32_t rank() const { return rank_; }
   uint32_t world() const { return world_; }
-  /// Who writes the run's folder and speaks.
+  /// Whether this rank writes the run's folder and speaks.
   bool first() const { return rank_ == 0; }
   uint32_t local_rank() const { return local_rank_; }
   uint32_t local_world() const { return local_world_; }

@@ -1,4 +1,4 @@
-# Warnings, arithmetic and sanitizers: one interface target that every room links.
+# Warnings, arithmetic and sanitizers: one interface target that every module links.
 add_library(smartinf_options INTERFACE)
 target_include_directories(smartinf_options INTERFACE ${PROJECT_SOURCE_DIR})
 target_compile_options(smartinf_options INTERFACE
@@ -14,7 +14,7 @@ if(SMARTINF_SANITIZE)
   target_link_options(smartinf_options INTERFACE -fsanitize=${SMARTINF_SANITIZE})
 endif()
 if(SMARTINF_FUZZ)
-  # Rooms report their branches to the fuzzer; only its targets link its main().
+  # Modules report their branches to the fuzzer; only its targets link its main().
   target_compile_options(smartinf_options INTERFACE
     -fsanitize=fuzzer-no-link,address,undefined -fno-sanitize-recover=all)
   target_link_options(smartinf_options INTERFACE -fsanitize=address,undefined)

@@ -2,7 +2,7 @@
 
     python examples/release_gradients.py FOLDER
 
-Each micro-batch's gradients are added up in host memory; the last one of a step sends them off.
+Each micro batch's gradients are added up in host memory; the last one of a step sends them off.
 """
 
 import sys

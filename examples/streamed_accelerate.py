@@ -42,7 +42,7 @@ smartinf.hf.register(accelerator, optimizer)
 batches = iter(loader)
 for step in range(options.steps):
     together = [{"input_ids": b, "labels": b} for b in (next(batches) for _ in range(options.accumulation))]
-    # All micro-batches of a step pass through the model together, block by block.
+    # All micro batches of a step pass through the model together, block by block.
     losses = smartinf.forward_backward(model, together)
     optimizer.step()
     optimizer.zero_grad()

@@ -45,7 +45,7 @@ windows = [tokens[i : i + 128] for i in range(0, len(tokens) - 128, 128)]
 
 
 class LayerwiseTrainer(smartinf.hf.StreamedTrainer, transformers.Trainer):
-    """Micro-batches go through the model together, block by block."""
+    """Micro batches go through the model together, block by block."""
 
 
 args = transformers.TrainingArguments(

@@ -11,7 +11,7 @@ Usage: scripts/test.sh [options]
 
 Runs scripts/setup.sh, builds everything, and runs all tests. With --sanitizers what handles bytes of
 devices and of the network runs once more under the address and undefined-behaviour sanitizers (with
-SMARTINF_TEST_ALL=1, as at night, all rooms). Ends with ctest's summary over all of
+SMARTINF_TEST_ALL=1, as at night, all modules). Ends with ctest's summary over all of
 them, and fails where something that this machine has (io_uring, loop devices, ext4, hwloc, OpenSSL, gRPC, OpenCL, torch) was
 not tested.
 

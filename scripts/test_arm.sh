@@ -9,7 +9,7 @@ help() {
   cat <<'TEXT'
 Usage: scripts/test_arm.sh
 
-Compiles the rooms base and kernels and the kernels' tests for AArch64 and runs them under qemu-user:
+Compiles the modules base and kernels and the kernels' tests for AArch64 and runs them under qemu-user:
 scalar and NEON against each other, and against the digests of x86 (smartinf/kernels/digest_test.cc).
 Where the Debian packages for that are missing it says which, and ends well.
 

@@ -327,7 +327,7 @@ def register(accelerator, optimizer):
 
 
 class StreamedTrainer:
-    """A mixin for Trainer and its descendants, before them: class MyTrainer(StreamedTrainer, Trainer). The micro-batches
+    """A mixin for Trainer and its descendants, before them: class MyTrainer(StreamedTrainer, Trainer). The micro batches
     of gradient_accumulation_steps pass through a streamed model together, block by block
     (smartinf.layer_major.run_together), so that weights are brought to memory twice a step, and not twice a batch. The
     losses and gradients have the same bits. Trainer's log has the loss as ever. Trainers that make the inputs of a batch

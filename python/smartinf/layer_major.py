@@ -1,4 +1,4 @@
-"""Several micro-batches of a step, each block of the model doing all of them before the next block starts, so that its
+"""Several micro batches of a step, each block of the model doing all of them before the next block starts, so that its
 weights are needed once in each direction."""
 
 import contextlib

@@ -1,4 +1,4 @@
-// bf16 and f16 as storage types, with the one conversion every room agrees on: round to nearest,
+// bf16 and f16 as storage types, with the one conversion every module agrees on: round to nearest,
 // ties to even. The formulas are in arithmetic.h; the vector casts in kernels/ give the same bits.
 #pragma once
 

@@ -7,7 +7,7 @@
 namespace smartinf::config {
 
 /// Ok, or the first value that cannot work: the message begins with its dotted key and says what to
-/// do. Looks at no files. Values of the rooms that check their own are left to them.
+/// do. Looks at no files. Values of the modules that check their own are left to them.
 base::Status check_recipe(const Recipe& recipe);
 
 }  // namespace smartinf::config

@@ -1,7 +1,8 @@
-// One recipe: the options of every room joined, read from a TOML file and from flags.
+// One recipe: the options of every module joined, read from a TOML file and from flags.
 //
-//   precedence: flag > file > default. A key that no room knows is an error that names the nearest
-//   one; a value of the wrong type or out of range is an error that names file, line and column.
+//   precedence: flag > file > default. A key that no module knows is an error that names the
+//   nearest one; a value of the wrong type or out of range is an error that names file, line and
+//   column.
 #pragma once
 
 #include <cstdint>

@@ -100,7 +100,7 @@ base::Status Updater::put_gradient_sums(uint64_t first, uint64_t count, const Gr
     return base::Status(
         base::ErrorCode::kInvalidArgument,
         fmt::format("{} sums of a gradient were given, and one process has one of all "
-                    "micro-batches",
+                    "micro batches",
                     sums.nodes.size()),
         "This is a bug in the caller.");
   }

@@ -53,9 +53,9 @@ inline double clip_factor(double norm, double norm_max) {
 /// a step.
 struct GradientSums {
   uint64_t micro_batches = 1;                   // of the step, on all ranks together
-  base::DataType type = base::DataType::kBf16;  // of the gradient of one micro-batch
+  base::DataType type = base::DataType::kBf16;  // of the gradient of one micro batch
   /// plan::summation_nodes() of this rank's plan::micro_batches_of(), in order; [count] each: of
-  /// `type` where the node is one micro-batch, else of f32. None: the rank has no micro-batch.
+  /// `type` where the node is one micro batch, else of f32. None: the rank has no micro batch.
   std::span<const void* const> nodes;
   /// A gradient that is the sum of several, each a tree of its own: all nodes of the first come
   /// first, and the trees' sums are added in their order.
@@ -154,11 +154,11 @@ class Updater : public WeightSource {
   static constexpr uint64_t kGradientCutElements = engine::kGradientCutElements;
   virtual base::Status put_gradient(uint64_t first, const void* gradient, base::DataType type,
                                     uint64_t count) = 0;
-  /// The same where the ranks of a run (UpdaterOptions::collectives) share the micro-batches of a
+  /// The same where the ranks of a run (UpdaterOptions::collectives) share the micro batches of a
   /// step out among them: sums.nodes are free again when this returns. All ranks give the same
   /// spans in the same order, and the gradient is the sum of all nodes (plan/micro_batches.h). One
   /// process has one node. What a rank or a device fails with is said by finish_gradients(), on all
-  /// ranks. put_gradient() is this with one micro-batch on each rank. Errors: as put_gradient;
+  /// ranks. put_gradient() is this with one micro batch on each rank. Errors: as put_gradient;
   /// kInvalidArgument for other nodes than those.
   virtual base::Status put_gradient_sums(uint64_t first, uint64_t count, const GradientSums& sums);
   /// Elements that get no gradient in this step, cut as for put_gradient; their groups must have

@@ -50,15 +50,15 @@ bool is_summation_node(uint64_t count, MicroBatchRange node) {
 }
 
 std::vector<MicroBatchRange> summation_nodes(uint64_t count, MicroBatchRange range) {
-  SI_CHECK(range.begin <= range.end && range.end <= count, "micro-batches that are none");
+  SI_CHECK(range.begin <= range.end && range.end <= count, "micro batches that are none");
   std::vector<MicroBatchRange> nodes;
   if (range.size() > 0) add_nodes({0, count}, range, nodes);
   return nodes;
 }
 
 uint32_t MicroBatchSum::push(MicroBatchRange node) {
-  SI_CHECK(is_summation_node(count_, node), "micro-batches that are no node of the tree");
-  SI_CHECK(sums_.empty() || sums_.back().end == node.begin, "micro-batches out of order");
+  SI_CHECK(is_summation_node(count_, node), "micro batches that are no node of the tree");
+  SI_CHECK(sums_.empty() || sums_.back().end == node.begin, "micro batches out of order");
   sums_.push_back(node);
   uint32_t added = 0;
   while (sums_.size() > 1) {

@@ -1,10 +1,10 @@
-// The gradients of a step's micro-batches are added up by a tree over their numbers, so that the
+// The gradients of a step's micro batches are added up by a tree over their numbers, so that the
 // sum has the same bits however many ranks compute parts of it:
 //
 //   f(lo, hi) = f(lo, mid) + f(mid, hi),  mid = lo + the largest power of two below hi - lo
 //
-// A leaf is the gradient of one micro-batch, cast to f32; every node above it is f32. Of one
-// micro-batch alone there is nothing to add, and its gradient stays as it is. Pure.
+// A leaf is the gradient of one micro batch, cast to f32; every node above it is f32. Of one
+// micro batch alone there is nothing to add, and its gradient stays as it is. Pure.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,7 @@
 
 namespace smartinf::plan {
 
-/// Micro-batches [begin, end) of a step.
+/// Micro batches [begin, end) of a step.
 struct MicroBatchRange {
   uint64_t begin = 0;
   uint64_t end = 0;

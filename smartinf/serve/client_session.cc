@@ -209,7 +209,8 @@ Status ClientSession::read_stream() {
       came = link_.take(down.number, frame.bytes());
       if (link_.ack_due()) changed_.notify_all();
     }
-    // What is answered has come: else who answers and does not read could have us keep all of it.
+    // An answered command has come: a server that answers and does not read could have us keep it
+    // for ever.
     const auto* done = std::get_if<DoneFrame>(&down.body);
     if (!gone || (done != nullptr && done->command > down.received)) {
       lose(Status(ErrorCode::kCorrupt, gone ? "the server answers what it does not have"

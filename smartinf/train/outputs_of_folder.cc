@@ -1,5 +1,5 @@
-// A test's tool: what this room's model computes with the weights of a folder of Hugging Face's, to
-// be compared with what transformers compute. Usage: outputs_of_folder FOLDER f32|bf16
+// A test's tool: what this module's model computes with the weights of a folder of Hugging Face's,
+// to be compared with what transformers compute. Usage: outputs_of_folder FOLDER f32|bf16
 // IN.safetensors OUT.safetensors. IN has tokens [B, T + 1] (I64) and perhaps document_ends (I64).
 // OUT gets logits [B T, V] and, by its name, the gradient of each parameter of the mean loss, f32.
 // FOLDER -: of each folder that stdin names on a line, into its own OUT, or the error as text into

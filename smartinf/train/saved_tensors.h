@@ -66,7 +66,7 @@ class SavedTensors : public std::enable_shared_from_this<SavedTensors> {
   torch::Tensor kept_;  // bytes, where the model computes
 };
 
-/// From now on torch's autograd asks this room what to do with tensors that it saves. Once per
+/// From now on torch's autograd asks this module what to do with tensors that it saves. Once per
 /// process, before the first backward: torch starts the threads of accelerators for one engine. A
 /// second call does nothing.
 void watch_saved_tensors();

@@ -60,7 +60,7 @@ Status GradientExchange::check(const GradientSums& sums) {
                            : sums.trees * plan::summation_nodes(sums.micro_batches, range).size();
   if (sums.micro_batches > 0 && nodes == sums.nodes.size()) return Status();
   return Status(ErrorCode::kInvalidArgument,
-                fmt::format("rank {} gave {} sums of a gradient over {} micro-batches; it has {}",
+                fmt::format("rank {} gave {} sums of a gradient over {} micro batches; it has {}",
                             rank, sums.nodes.size(), sums.micro_batches, nodes),
                 "This is a bug in the caller.");
 }

@@ -1,6 +1,6 @@
 // A step's gradients on their way to the ranks whose devices have them. Each rank gives its own
-// sums over micro-batches; a rank gets those of all ranks for the elements that it has, adds them
-// up by the tree over micro-batches (plan/micro_batches.h) and hands the sums to its devices.
+// sums over micro batches; a rank gets those of all ranks for the elements that it has, adds them
+// up by the tree over micro batches (plan/micro_batches.h) and hands the sums to its devices.
 //
 // Spans are collected into buckets, which all ranks cut alike, and each bucket is one all_to_all. A
 // thread takes the buckets as they arrive, so that the caller goes on with its backward.

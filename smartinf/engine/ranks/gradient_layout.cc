@@ -23,7 +23,7 @@ SumFormat SumFormat::make(uint64_t micro_batches, base::DataType type, uint32_t 
         format.bytes_of_all += base::data_type_bytes(node_type);
       }
     }
-    SI_CHECK(sum.sums().size() == 1, "micro-batches that are not added up");
+    SI_CHECK(sum.sums().size() == 1, "micro batches that are not added up");
     if (below > 0) ++format.nodes.back().added;
   }
   format.bytes_max = *std::max_element(format.bytes.begin(), format.bytes.end());

@@ -25,7 +25,7 @@ struct SumFormat {
     /// After it the topmost sum is added to the one below so many times.
     uint32_t added = 0;
   };
-  std::vector<Node> nodes;      // of all ranks, in the order of micro-batches
+  std::vector<Node> nodes;      // of all ranks, in the order of micro batches
   size_t stack_max = 0;         // sums at once
   std::vector<uint64_t> bytes;  // for one element, of each rank's nodes
   uint64_t bytes_max = 0;       // of any rank

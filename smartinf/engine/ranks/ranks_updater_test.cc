@@ -56,7 +56,7 @@ TEST(Ranks, GoOnWithAnyNumberOfRanksAsOneProcessWould) {
   EXPECT_EQ(outcome.state, reference(DataType::kBf16).state);
 }
 
-// ---- Micro-batches.
+// ---- Micro batches.
 
 using Leaves = std::vector<std::vector<float>>;
 
@@ -120,7 +120,7 @@ TEST(Ranks, AddUpMicroBatchesAlike) {
     const auto expected = summed_step(1, leaves);
     for (const size_t ranks : {2, 3}) {
       EXPECT_TRUE(summed_step(ranks, leaves) == expected)
-          << ranks << " ranks, " << count << " micro-batches";
+          << ranks << " ranks, " << count << " micro batches";
     }
   }
 }
@@ -137,7 +137,7 @@ TEST(Ranks, OtherSumsThanARankHasAreRefused) {
          return updater.put_gradient_sums(0, zeros.size(), {2, DataType::kF32, two});
        })) {
     EXPECT_EQ(status.code(), ErrorCode::kInvalidArgument);
-    EXPECT_THAT(status.to_string(), HasSubstr("gave 2 sums of a gradient over 2 micro-batches"));
+    EXPECT_THAT(status.to_string(), HasSubstr("gave 2 sums of a gradient over 2 micro batches"));
   }
   expect_ok((*crew)->abort());
 }

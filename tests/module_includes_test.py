@@ -1,6 +1,6 @@
-"""Fails on an include that the room table in docs/architecture.md does not allow.
+"""Fails on an include that the module table in docs/architecture.md does not allow.
 
-Usage: room_includes_test.py PROJECT_ROOT
+Usage: module_includes_test.py PROJECT_ROOT
 """
 import pathlib
 import re
@@ -29,11 +29,11 @@ THIRD_PARTY = {
 
 
 def read_table(text):
-    """The rooms of the architecture page's table: {room: set of rooms it may include}."""
+    """The modules of the architecture page's table: {module: set of modules it may include}."""
     table = {}
     for line in text.splitlines():
         cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
-        if len(cells) != 3 or not re.fullmatch(r"[a-z]+", cells[0]) or cells[0] == "room":
+        if len(cells) != 3 or not re.fullmatch(r"[a-z]+", cells[0]) or cells[0] == "module":
             continue
         table[cells[0]] = cells[2]
     return table
@@ -45,27 +45,27 @@ def violations(root, table):
              for p in sorted((root / top).rglob("*")) if p.suffix in SOURCES]
     for path in files:
         name = path.relative_to(root).as_posix()
-        room = name.split("/")[1] if name.startswith("smartinf/") else None
-        if room is not None and room not in table:
-            found.append(f"{name}: the table in docs/architecture.md has no room '{room}'")
+        module = name.split("/")[1] if name.startswith("smartinf/") else None
+        if module is not None and module not in table:
+            found.append(f"{name}: the table in docs/architecture.md has no module '{module}'")
             continue
         for header in INCLUDE.findall(path.read_text(encoding="utf-8")):
             for pattern, homes in THIRD_PARTY.items():
                 if re.match(pattern, header) and not any(name.startswith(h) for h in homes):
                     found.append(f"{name}: <{header}> belongs to {', '.join(homes)}")
-            if room is None or not header.startswith("smartinf/"):
+            if module is None or not header.startswith("smartinf/"):
                 continue
             target = header.split("/")[1]
-            allowed = table[room]
-            if target == room or target in allowed.split():
+            allowed = table[module]
+            if target == module or target in allowed.split():
                 continue
-            if allowed == "options of every room" and (header.endswith("options.h") or target == "base"):
+            if allowed == "options of every module" and (header.endswith("options.h") or target == "base"):
                 continue
-            found.append(f"{name}: may not include {header} (room '{room}' may include: {allowed})")
+            found.append(f"{name}: may not include {header} (module '{module}' may include: {allowed})")
     return found
 
 
-class RoomIncludes(unittest.TestCase):
+class ModuleIncludes(unittest.TestCase):
     def setUp(self):
         self.table = read_table((ROOT / "docs/architecture.md").read_text(encoding="utf-8"))
 

@@ -1,78 +1,78 @@
-# smartinf_room(NAME base
-#               [SOURCES a.cc ...] [DEPENDS base kernels ...] [LIBRARIES fmt::fmt ...]
-#               [TESTS a_test.cc ...] [TEST_LIBRARIES ...] [BENCHES a_bench.cc ...]
-#               [CAPABILITIES io_uring=*/uring ...])
+# smartinf_module(NAME base
+#                 [SOURCES a.cc ...] [DEPENDS base kernels ...] [LIBRARIES fmt::fmt ...]
+#                 [TESTS a_test.cc ...] [TEST_LIBRARIES ...] [BENCHES a_bench.cc ...]
+#                 [CAPABILITIES io_uring=*/uring ...])
 #
 # Declares the static library smartinf_<NAME> (alias smartinf::<NAME>) with every source of its
-# folder, one gtest executable <NAME>_tests and one executable per benchmark. DEPENDS names rooms;
-# tests/room_includes_test.py holds them to the table in docs/architecture.md. CAPABILITIES are what a
+# folder, one gtest executable <NAME>_tests and one executable per benchmark. DEPENDS names modules;
+# tests/module_includes_test.py holds them to the table in docs/architecture.md. CAPABILITIES are what a
 # machine may lack: the cases that its gtest filter selects are a ctest entry <NAME>.<capability> of
 # their own, which ctest shows as "Skipped" where they skipped themselves.
-function(smartinf_room)
-  cmake_parse_arguments(ROOM "" "NAME"
+function(smartinf_module)
+  cmake_parse_arguments(MODULE "" "NAME"
     "SOURCES;DEPENDS;LIBRARIES;TESTS;TEST_LIBRARIES;BENCHES;CAPABILITIES" ${ARGN})
-  if(ROOM_UNPARSED_ARGUMENTS OR NOT ROOM_NAME)
-    message(FATAL_ERROR "smartinf_room: unexpected ${ROOM_UNPARSED_ARGUMENTS}")
+  if(MODULE_UNPARSED_ARGUMENTS OR NOT MODULE_NAME)
+    message(FATAL_ERROR "smartinf_module: unexpected ${MODULE_UNPARSED_ARGUMENTS}")
   endif()
-  set(library smartinf_${ROOM_NAME})
-  list(TRANSFORM ROOM_DEPENDS PREPEND smartinf_)
-  if(ROOM_SOURCES)
-    add_library(${library} STATIC ${ROOM_SOURCES})
-    smartinf_precompile_room_headers(${library})
+  set(library smartinf_${MODULE_NAME})
+  list(TRANSFORM MODULE_DEPENDS PREPEND smartinf_)
+  if(MODULE_SOURCES)
+    add_library(${library} STATIC ${MODULE_SOURCES})
+    smartinf_precompile_module_headers(${library})
     smartinf_unity(${library})
     set(scope PUBLIC)
   else()
     add_library(${library} INTERFACE)
     set(scope INTERFACE)
   endif()
-  add_library(smartinf::${ROOM_NAME} ALIAS ${library})
+  add_library(smartinf::${MODULE_NAME} ALIAS ${library})
   target_link_libraries(${library} ${scope}
-    smartinf_options ${ROOM_DEPENDS} ${ROOM_LIBRARIES} Threads::Threads)
+    smartinf_options ${MODULE_DEPENDS} ${MODULE_LIBRARIES} Threads::Threads)
 
-  if(SMARTINF_TESTS AND ROOM_TESTS)
-    add_executable(${ROOM_NAME}_tests ${ROOM_TESTS})
-    target_link_libraries(${ROOM_NAME}_tests PRIVATE
-      ${library} ${ROOM_TEST_LIBRARIES} GTest::gmock GTest::gtest_main)
+  if(SMARTINF_TESTS AND MODULE_TESTS)
+    add_executable(${MODULE_NAME}_tests ${MODULE_TESTS})
+    target_link_libraries(${MODULE_NAME}_tests PRIVATE
+      ${library} ${MODULE_TEST_LIBRARIES} GTest::gmock GTest::gtest_main)
     # Matchers take twice as long to compile with -O3; what is tested is compiled as for users.
-    target_compile_options(${ROOM_NAME}_tests PRIVATE $<$<CONFIG:Release>:-O1>)
-    smartinf_precompile_test_headers(${ROOM_NAME}_tests)
-    smartinf_unity(${ROOM_NAME}_tests)
+    target_compile_options(${MODULE_NAME}_tests PRIVATE $<$<CONFIG:Release>:-O1>)
+    smartinf_precompile_test_headers(${MODULE_NAME}_tests)
+    smartinf_unity(${MODULE_NAME}_tests)
     include(GoogleTest)
-    # One ctest entry per room and capability, not per case: a case is selected with --gtest_filter.
-    set(test_name ${ROOM_NAME})
+    # One ctest entry per module and capability, not per case: a case is selected with --gtest_filter.
+    set(test_name ${MODULE_NAME})
     if(SMARTINF_SANITIZE)  # scripts/test.sh runs several builds in one summary
       string(REPLACE "," "+" sanitizers ${SMARTINF_SANITIZE})
-      set(test_name "${ROOM_NAME}.${sanitizers}")
+      set(test_name "${MODULE_NAME}.${sanitizers}")
     endif()
     set(elsewhere "")
-    foreach(capability IN LISTS ROOM_CAPABILITIES)
+    foreach(capability IN LISTS MODULE_CAPABILITIES)
       string(REGEX MATCH "^([a-z0-9_]+)=(.+)$" _ ${capability})
       set(entry ${test_name}.${CMAKE_MATCH_1})
       string(APPEND elsewhere "${CMAKE_MATCH_2}:")
-      add_test(NAME ${entry} COMMAND ${ROOM_NAME}_tests --gtest_filter=${CMAKE_MATCH_2})
+      add_test(NAME ${entry} COMMAND ${MODULE_NAME}_tests --gtest_filter=${CMAKE_MATCH_2})
       # A match outranks the exit status, so only a summary that ends with what was skipped is one:
       # failures would be listed after it. No cases at all: what they need was not built.
       set_tests_properties(${entry} PROPERTIES TIMEOUT 900 COST 10
         SKIP_REGULAR_EXPRESSION "\\[  SKIPPED \\] [^ \n]+\n*$;Running 0 tests")
     endforeach()
-    add_test(NAME ${test_name} COMMAND ${ROOM_NAME}_tests --gtest_filter=-${elsewhere})
+    add_test(NAME ${test_name} COMMAND ${MODULE_NAME}_tests --gtest_filter=-${elsewhere})
     # COST, here and elsewhere: about the seconds that a test takes. ctest begins with the longest, so that
     # no core waits for one at the end.
     set(cost 10)
-    if(ROOM_NAME MATCHES "^(engine|csd)$")
+    if(MODULE_NAME MATCHES "^(engine|csd)$")
       set(cost 50)
     endif()
     if(SMARTINF_SANITIZE)
       math(EXPR cost "5 * ${cost}")
     endif()
     set_tests_properties(${test_name} PROPERTIES TIMEOUT 900 COST ${cost})
-    if(ROOM_NAME STREQUAL "storage")  # on a drive, wherever the states of other tests are
+    if(MODULE_NAME STREQUAL "storage")  # on a drive, wherever the states of other tests are
       set_tests_properties(${test_name} PROPERTIES
         ENVIRONMENT_MODIFICATION SMARTINF_TEST_FOLDER=unset:)
     endif()
   endif()
   if(SMARTINF_TESTS AND SMARTINF_BENCHES)
-    foreach(bench IN LISTS ROOM_BENCHES)
+    foreach(bench IN LISTS MODULE_BENCHES)
       get_filename_component(bench_name ${bench} NAME_WE)
       add_executable(${bench_name} ${bench})
       target_link_libraries(${bench_name} PRIVATE ${library} benchmark::benchmark_main)
@@ -112,23 +112,23 @@ function(smartinf_precompile_headers target)
   endif()
 endfunction()
 
-# What most sources of rooms include, once for all rooms.
-function(smartinf_precompile_room_headers target)
+# What most sources of modules include, once for all modules.
+function(smartinf_precompile_module_headers target)
   if(NOT SMARTINF_PRECOMPILE)
     return()
   endif()
-  if(NOT TARGET smartinf_room_headers)
-    file(CONFIGURE OUTPUT ${PROJECT_BINARY_DIR}/room_headers.cc CONTENT "")
-    add_library(smartinf_room_headers STATIC EXCLUDE_FROM_ALL ${PROJECT_BINARY_DIR}/room_headers.cc)
-    target_link_libraries(smartinf_room_headers PRIVATE smartinf_options fmt::fmt)
-    target_precompile_headers(smartinf_room_headers PRIVATE
+  if(NOT TARGET smartinf_module_headers)
+    file(CONFIGURE OUTPUT ${PROJECT_BINARY_DIR}/module_headers.cc CONTENT "")
+    add_library(smartinf_module_headers STATIC EXCLUDE_FROM_ALL ${PROJECT_BINARY_DIR}/module_headers.cc)
+    target_link_libraries(smartinf_module_headers PRIVATE smartinf_options fmt::fmt)
+    target_precompile_headers(smartinf_module_headers PRIVATE
       <algorithm> <array> <atomic> <chrono> <condition_variable> <deque> <filesystem> <functional> <map> <memory>
       <mutex> <optional> <span> <string> <string_view> <thread> <utility> <variant> <vector> <fmt/format.h>)
   endif()
-  target_precompile_headers(${target} REUSE_FROM smartinf_room_headers)
+  target_precompile_headers(${target} REUSE_FROM smartinf_module_headers)
 endfunction()
 
-# What every test includes, once for all rooms.
+# What every test includes, once for all modules.
 function(smartinf_precompile_test_headers target)
   if(NOT SMARTINF_PRECOMPILE)
     return()

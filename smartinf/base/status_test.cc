@@ -1,6 +1,8 @@
 #include "smartinf/base/status.h"
 
 #include <cerrno>
+#include <string>
+#include <utility>
 
 #include <gtest/gtest.h>
 
@@ -28,7 +30,9 @@ TEST(Status, SaysWhatWhereAndWhatToDo) {
 }
 
 TEST(Status, WhatSomebodyElseWroteIsShownWithinBoundsAndHasNoSayOverTheTerminal) {
-  const Status status(ErrorCode::kCorrupt, std::string(1 << 20, 'a') + "z", "Do \x1b[2J that.",
+  std::string what(1 << 20, 'a');
+  what.push_back('z');
+  const Status status(ErrorCode::kCorrupt, std::move(what), "Do \x1b[2J that.",
                       {"/p\x07", {}, {}, 0});
   const std::string text = status.to_string();
   EXPECT_LT(text.size(), 8192u);

@@ -356,6 +356,7 @@ class DeviceContract : public testing::TestWithParam<Kind> {
         [this]() -> base::Result<storage::StoreSummary> {
           return GetParam().memory ? drive_->summarize() : storage::summarize(options().path);
         },
+        {},
         {}};
     serve::ServedDevice served;
     served.name = "drive-a";

@@ -5,6 +5,8 @@ import inspect
 import os
 import pathlib
 import re
+import shutil
+import subprocess
 import typing
 
 import pytest
@@ -183,3 +185,13 @@ def test_long_work_shows_progress_on_rank_0(rank, shown, device, tmp_path, monke
         assert "100%" in terminal.text
         optimizer.load_checkpoint(tmp_path / "saved")
         assert "Loading optimizer state" in terminal.text
+
+
+def test_the_core_module_shows_nothing_but_its_own_name():
+    """The server's SSL_read is in its archives: another library of the process must not find that one."""
+    nm = shutil.which("nm")
+    if nm is None:
+        pytest.skip("binutils are not installed")
+    listed = subprocess.run([nm, "-D", "--defined-only", _core.__file__], capture_output=True, text=True, check=True).stdout
+    strong = [line.split()[-1] for line in listed.splitlines() if " T " in line]
+    assert strong == ["PyInit__core"]

@@ -18,6 +18,7 @@ import time
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # tokenizers come from folders
 os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"  # it would say that it has no torch
+os.environ["RUST_BACKTRACE"] = "0"  # a stack's text takes longer than a document may
 os.environ["TOKENIZERS_PARALLELISM"] = "false"  # threads take address space, and documents go one by one
 
 DOCUMENT_SECONDS = 20

@@ -280,14 +280,18 @@ int main(int argc, char** argv) {
         "smartinf: there is not enough memory. Lower engine.memory_budget (--memory-budget) or the "
         "model's size, or raise the limit of this process (ulimit -v, the cgroup's memory).\n",
         stderr);
-  } catch (const std::system_error& error) {
-    std::fprintf(stderr,
-                 "smartinf: no further thread can be started: %s. Raise the limit of processes "
-                 "(ulimit -u, the container's pids.max) or of the address space (ulimit -v).\n",
-                 error.what());
   } catch (const std::exception& error) {
-    std::fprintf(stderr, "smartinf: unexpected failure: %s. This is a bug; please report it.\n",
-                 error.what());
+    // Threads fail with this code; a std::filesystem_error is a system_error as well.
+    const auto* system = dynamic_cast<const std::system_error*>(&error);
+    if (system != nullptr && system->code() == std::errc::resource_unavailable_try_again) {
+      std::fprintf(stderr,
+                   "smartinf: no further thread can be started: %s. Raise the limit of processes "
+                   "(ulimit -u, the container's pids.max) or of the address space (ulimit -v).\n",
+                   error.what());
+    } else {
+      std::fprintf(stderr, "smartinf: unexpected failure: %s. This is a bug; please report it.\n",
+                   error.what());
+    }
   }
   return smartinf::apps::kExitFailed;
 }

@@ -126,8 +126,11 @@ class Authority:
             self.make()
 
     def take_folder(self, make):
+        makes_one = "smartinf certificates --ca DIR --server NAME --client NAME makes one."
         if make:
             self.folder.mkdir(mode=0o700, exist_ok=True)
+        elif not self.folder.exists():
+            fail("No such file or directory", self.folder, makes_one)
         self.lock = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY)
         if os.fstat(self.lock).st_mode & 0o077:
             fail("the folder is open to others, and whoever has its key can connect as anybody", self.folder,
@@ -140,8 +143,7 @@ class Authority:
         if self.ca.exists():
             return
         if not make:
-            fail("there is no certificate authority in the folder", self.folder,
-                 "smartinf certificates --ca DIR --server NAME --client NAME makes one.")
+            fail("there is no certificate authority in the folder", self.folder, makes_one)
         # Without the authority only what a process that died while making one may have left is there.
         if {path.name for path in self.folder.iterdir()} - {"issued", "servers", "clients", "revoked.crl"}:
             fail("the folder holds other things, and no certificate authority", self.folder,

@@ -41,7 +41,7 @@ class Residency:
         self.at[place].add(i)
         if place is Place.HERE:
             if isinstance(param, Absent):
-                param.__class__ = type(param).__mro__[2]
+                param.__class__ = type(param).__bases__[1]  # its own, which absent_class() was given
         else:
             param._smartinf = self, i
             if not isinstance(param, Absent):

@@ -1,5 +1,6 @@
-// For tests: some of what differs in nothing but a combination of options, or repeats what is random, is
-// tested only where SMARTINF_TEST_ALL is set, as scripts/nightly.sh does; CONTRIBUTING.md says what.
+// For tests: cases that differ from others in a combination of options only, and repetitions of
+// what is random, run only where SMARTINF_TEST_ALL is set, as scripts/nightly.sh sets it;
+// CONTRIBUTING.md has a table of them.
 #pragma once
 
 #include <algorithm>

@@ -77,11 +77,8 @@ class ReliableLink {
 
   // ---- What comes.
 
-  enum class Came : uint8_t {
-    kNew,
-    kAgain,
-    kGap
-  };  // kAgain: before the break; kGap: one is missing
+  /// kAgain: the frame came before the break. kGap: one before it is missing.
+  enum class Came : uint8_t { kNew, kAgain, kGap };
   Came take(uint64_t number, uint64_t bytes) {
     if (number <= received_) return Came::kAgain;
     if (number != received_ + 1) return Came::kGap;

@@ -1,6 +1,6 @@
-// A hidden update changes time and never a bit: runs of 40 steps, at night of 100, with every overlap beside the
-// same run with none. Guesses are right, wrong and both by the limit of the norm; in some runs a
-// gradient becomes NaN in the middle of backward.
+// A hidden update changes time and never a bit: runs of 40 steps, at night of 100, with every
+// overlap beside the same run with none. Guesses are right, wrong and both by the limit of the
+// norm; in some runs a gradient becomes NaN in the middle of backward.
 #include <algorithm>
 #include <cstdint>
 #include <iterator>
@@ -105,7 +105,8 @@ TEST_P(OverlapBits, AreThoseOfARunThatHidesNothing) {
                                                          : 0.5 * free.norms.front();
   const Outcome none = train(job(setting, "none", Overlap::kNone, clip_norm, 1), nan_call);
   ASSERT_FALSE(none.state.empty());
-  const uint64_t skipped = std::ranges::count_if(none.skipped, [](auto& why) { return !why.empty(); });
+  const uint64_t skipped =
+      std::ranges::count_if(none.skipped, [](auto& why) { return !why.empty(); });
   ASSERT_EQ(skipped, setting.nan ? kOverlapSteps / 20 : 0u);
   const uint64_t bites = clip_norm == 0 ? 0 : std::ranges::count_if(none.norms, [&](double n) {
     return engine::clip_factor(n, clip_norm) != 1;
@@ -138,7 +139,8 @@ TEST_P(OverlapBits, AreThoseOfARunThatHidesNothing) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Settings, OverlapBits, testing::ValuesIn([] {
-                           std::vector<OverlapSetting> all(std::begin(kOverlapSettings), std::end(kOverlapSettings));
+                           std::vector<OverlapSetting> all(std::begin(kOverlapSettings),
+                                                           std::end(kOverlapSettings));
                            constexpr std::string_view kAtNight[] = {"bf16_spilled_all_clipped"};
                            base::leave_for_the_night(all, kAtNight);
                            return all;

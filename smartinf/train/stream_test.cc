@@ -250,9 +250,9 @@ TEST_P(StreamedBits, AreThoseOfARunThatKeepsEverything) {
 
 INSTANTIATE_TEST_SUITE_P(Settings, StreamedBits, testing::ValuesIn([] {
                            std::vector<Setting> all(std::begin(kSettings), std::end(kSettings));
-                           constexpr std::string_view kAtNight[] = {"all_from_one_device", "inputs_spooled",
-                                                                    "q8_state_untied",
-                                                                    "some_from_three_devices"};
+                           constexpr std::string_view kAtNight[] = {
+                               "all_from_one_device", "inputs_spooled", "q8_state_untied",
+                               "some_from_three_devices"};
                            base::leave_for_the_night(all, kAtNight);
                            return all;
                          }()),

@@ -70,6 +70,14 @@ TEST_F(RemoteClients, NotWhoseCertificateWasRevoked) {
   EXPECT_FALSE(driver_.run(csd::BeginStep{1}).ok());
 }
 
+TEST_F(RemoteClients, WhoIsRefusedIsToldWhyBeforeItsStreamEnds) {
+  // So slowly that the server looks through its streams meanwhile, which it does each second.
+  looked_up_ = [] { std::this_thread::sleep_for(std::chrono::milliseconds(1500)); };
+  start_server();
+  revoked_ = true;
+  EXPECT_THAT(peek_as(TestTrust::shared().client).to_string(), HasSubstr("revoked"));
+}
+
 TEST_F(RemoteClients, AnotherVersionIsToldWhatToDo) {
   auto stream =
       connect("localhost:" + std::to_string(server_->port()), TestTrust::shared().options());

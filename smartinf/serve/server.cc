@@ -100,8 +100,12 @@ class StreamServer final : public Server {
   std::atomic<uint64_t> refused_{0};
 
   std::mutex mutex_;
+  struct Open {
+    Peer peer;
+    bool let_in = false;
+  };
   std::map<std::string, uint32_t> streams_;  // of each client
-  std::map<Stream*, Peer> open_;             // streams, to be cancelled
+  std::map<Stream*, Open> open_;             // streams, to be cancelled
   bool stopping_ = false;
 
   std::unique_ptr<Listener> listener_;
@@ -178,7 +182,7 @@ void StreamServer::talk(Stream& stream, const Peer& peer) {
       return;
     }
     ++streams_[peer.name];
-    open_[&stream] = peer;
+    open_[&stream] = {peer};
   }
   Hello hello;
   hello.device = "?";  // while it is not known
@@ -186,6 +190,10 @@ void StreamServer::talk(Stream& stream, const Peer& peer) {
     refuse(peer, hello.device, device.status());
   } else {
     stream.let_in();
+    {
+      const std::lock_guard lock(mutex_);
+      open_[&stream].let_in = true;
+    }
     ServedStream served{stream, peer, **device};
     switch (hello.purpose) {
       case Purpose::kAsk:
@@ -273,8 +281,9 @@ void StreamServer::keep_house(const std::stop_token& stop) {
       session->cancel_stream();
     }
     const std::lock_guard lock(mutex_);
-    for (const auto& [stream, peer] : open_) {
-      if (revoked(peer)) stream->cancel();
+    // One that was not let in is being told why.
+    for (const auto& [stream, open] : open_) {
+      if (open.let_in && revoked(open.peer)) stream->cancel();
     }
   }
 }
@@ -304,7 +313,7 @@ std::vector<std::string> StreamServer::stop() {
   }
   {
     const std::lock_guard lock(mutex_);
-    for (const auto& [stream, peer] : open_) stream->cancel();
+    for (const auto& [stream, open] : open_) stream->cancel();
   }
   listener_.reset();
   for (const auto& [name, device] : devices_) device->set_session(nullptr);

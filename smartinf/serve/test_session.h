@@ -76,7 +76,10 @@ class RemoteSession : public testing::Test {
     ServerOptions options = test_server_options({served()});
     options.lease_seconds = lease_seconds_;
     options.listen.buffer_bytes = buffer_bytes_;
-    options.revoked = [this](const Peer& peer) { return revoked_ && peer.name == "trainer"; };
+    options.revoked = [this](const Peer& peer) {
+      if (looked_up_) looked_up_();
+      return revoked_ && peer.name == "trainer";
+    };
     server_ = start_test_server(std::move(options));
     if (proxy_ == nullptr) {
       proxy_ = std::make_unique<TestProxy>(server_->port());
@@ -134,6 +137,7 @@ class RemoteSession : public testing::Test {
   double lease_seconds_ = 30;
   uint64_t buffer_bytes_ = uint64_t{256} << 20;
   std::atomic<bool> revoked_{false};
+  std::function<void()> looked_up_;  // where a certificate is; set before the server starts
   std::function<std::unique_ptr<storage::Ring>(std::unique_ptr<storage::Ring>)>
       wrap_ring_;  // of the served device
   uint32_t slots_ = 3;

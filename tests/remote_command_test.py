@@ -145,33 +145,49 @@ class Remote(WithServers):
         self.refused("inspect", url, client="lost", says="revoked")
         self.assertIn("client lost", self.server.log())
 
-    def handshakes_with(self, version):
-        """Whether the command shakes hands with a server of another make, with a certificate of the same authority,
-        that speaks this version of TLS only."""
+    def beside_another_server(self, version, talk):
+        """What talk(connection) returns within a server of another make, with a certificate of the same authority, that
+        speaks this version of TLS only, when the command asks it; None where it does not shake hands."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = context.maximum_version = version
         context.set_alpn_protocols(["h2"])
         context.load_cert_chain(*self.authority.files("servers", "127.0.0.1")[:2])
         done = []
 
-        def shake_hands(listener):
+        def serve(listener):
             with listener.accept()[0] as connection:
                 try:
-                    context.wrap_socket(connection, server_side=True).close()
-                    done.append(True)
+                    with context.wrap_socket(connection, server_side=True) as encrypted:
+                        done.append(talk(encrypted))
                 except OSError:
-                    done.append(False)
+                    pass
 
         with socket.create_server(("127.0.0.1", 0)) as listener:
-            other = threading.Thread(target=shake_hands, args=(listener,), daemon=True)
+            other = threading.Thread(target=serve, args=(listener,), daemon=True)
             other.start()
-            self.refused("inspect", f"grpc://127.0.0.1:{listener.getsockname()[1]}/fast0", says="no connection")
+            self.refused("inspect", f"grpc://127.0.0.1:{listener.getsockname()[1]}/fast0", says="connection")
             other.join(60)
-        return done == [True]
+        return done[0] if done else None
 
     def test_a_server_must_speak_tls_1_3(self):
-        self.assertTrue(self.handshakes_with(ssl.TLSVersion.TLSv1_3))
-        self.assertFalse(self.handshakes_with(ssl.TLSVersion.TLSv1_2))
+        self.assertIsNone(self.beside_another_server(ssl.TLSVersion.TLSv1_2, lambda connection: True))
+        self.assertTrue(self.beside_another_server(ssl.TLSVersion.TLSv1_3, lambda connection: True))
+
+    def test_a_server_whose_headers_do_not_end_is_hung_up_on(self):
+        def frame(kind, flags, stream, content=b""):
+            return len(content).to_bytes(3, "big") + bytes([kind, flags]) + stream.to_bytes(4, "big") + content
+
+        def flood(connection):
+            field = b"\0\1x\x7f\x80\6" + b"v" * 895  # of which gRPC keeps each
+            connection.sendall(frame(4, 0, 0) + frame(4, 1, 0) + frame(1, 0, 1, b"\x88"))
+            for sent in range(1000):
+                try:
+                    connection.sendall(frame(9, 0, 1, field) * 70)
+                except OSError:
+                    return sent
+            return 1000  # 64 MB
+
+        self.assertLess(self.beside_another_server(ssl.TLSVersion.TLSv1_3, flood), 500)
 
     def test_a_port_in_use_is_one_sentence(self):
         second = Server(self.authority, self.folder / "second_at_the_port")

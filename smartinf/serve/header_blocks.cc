@@ -10,7 +10,7 @@ namespace smartinf::serve::wire {
 namespace {
 
 // Numbers of RFC 9113.
-constexpr uint8_t kHeaders = 1, kContinuation = 9;
+constexpr uint8_t kHeaders = 1, kPushPromise = 5, kContinuation = 9;
 constexpr uint8_t kEndHeaders = 4;
 
 std::atomic<bool> reads_here{false};
@@ -23,7 +23,7 @@ HeaderBlocks* blocks_of(SSL* connection) {
       });
   auto* blocks = static_cast<HeaderBlocks*>(::SSL_get_ex_data(connection, index));
   if (blocks == nullptr) {
-    blocks = new HeaderBlocks;
+    blocks = new HeaderBlocks(::SSL_is_server(connection) == 1);
     ::SSL_set_ex_data(connection, index, blocks);
   }
   return blocks;
@@ -50,8 +50,8 @@ void HeaderBlocks::begin_frame() {
   const auto at = [&](size_t i) { return std::to_integer<uint8_t>(head_[i]); };
   head_bytes_ = 0;
   skip_ = uint64_t{at(0)} << 16 | uint64_t{at(1)} << 8 | at(2);
-  if (at(3) == kHeaders) block_bytes_ = 0;
-  if (at(3) != kHeaders && at(3) != kContinuation) return;
+  if (at(3) == kHeaders || at(3) == kPushPromise) block_bytes_ = 0;
+  if (at(3) != kHeaders && at(3) != kPushPromise && at(3) != kContinuation) return;
   block_bytes_ += head_.size() + skip_;
   if (block_bytes_ <= kBytesMax && (at(4) & kEndHeaders) != 0) block_bytes_ = 0;
 }
@@ -60,9 +60,8 @@ bool header_blocks_are_bounded() { return reads_here; }
 
 }  // namespace smartinf::serve::wire
 
-/// As OpenSSL's own, which is SSL_read_ex() with another way to say how much came, and of a
-/// server's connections a look at it. For every caller in the program: a connection that this
-/// program has made is not looked at.
+/// As OpenSSL's own, which is SSL_read_ex() with another way to say how much came, and a look at
+/// what came. For every caller in the program, whose TLS connections are all gRPC's.
 extern "C" __attribute__((visibility("default"))) int SSL_read(SSL* connection, void* buffer,
                                                                int bytes) {
   using smartinf::serve::wire::blocks_of;
@@ -73,7 +72,6 @@ extern "C" __attribute__((visibility("default"))) int SSL_read(SSL* connection, 
     return -1;
   }
   if (::SSL_read_ex(connection, buffer, static_cast<size_t>(bytes), &came) <= 0) return -1;
-  if (::SSL_is_server(connection) == 0) return static_cast<int>(came);
   reads_here = true;
   if (blocks_of(connection)->take({static_cast<const std::byte*>(buffer), came})) {
     return static_cast<int>(came);

@@ -259,7 +259,7 @@ TEST(RemoteHeaderBlocks, AreBoundedHoweverTheyCome) {
       {empty, false}};
   for (const size_t at_once : {size_t{1}, size_t{7}, size_t{4096}, size_t{1} << 20}) {
     for (const auto& [text, good] : all) {
-      HeaderBlocks blocks;
+      HeaderBlocks blocks(true);
       bool taken = true;
       for (size_t at = 0; at < text.size(); at += at_once) {
         taken = blocks.take(

@@ -159,6 +159,9 @@ class FineTune(FineTuneCase):
         self.assertIn("model.safetensors", self.fine_tune(folder, "run", *write("a", "else"), env=python, code=1))
         self.assertFalse((self.folder / "run/data").exists())
         (folder / "model.safetensors").write_bytes(weights)
+        told = self.fine_tune(folder, "/proc/sys/run", *write("a", "else"), env=python, code=1)  # for root, too
+        self.assertEqual(told.splitlines()[-1].split(":")[1], " train.run", told)
+        self.assertNotIn("making tokens", told)
         # Starts that are refused, and plans, leave tokens that the next one looks at.
         self.fine_tune(folder, "run", *write("a", "else"), "--memory.host", "1MiB", env=python, code=1)
         self.assertIn("else", text())

@@ -1,6 +1,7 @@
 #include "apps/smartinf/token_data.h"
 
 #include <algorithm>
+#include <cerrno>
 #include <cstdio>
 #include <filesystem>
 #include <optional>
@@ -9,6 +10,7 @@
 #include <vector>
 
 #include <fmt/format.h>
+#include <unistd.h>
 
 #include "smartinf/train/model_source.h"
 #include "smartinf/train/token_file.h"
@@ -25,6 +27,16 @@ using base::Status;
 
 /// In front of the line that says why the script fails.
 constexpr std::string_view kError = "error: ";
+
+/// Found before tokens are made, which can take hours.
+Status check_can_write(const std::string& run) {
+  std::error_code error;
+  fs::path there = fs::absolute(run, error);
+  while (!fs::exists(there, error) && there.has_relative_path()) there = there.parent_path();
+  if (::access(there.c_str(), W_OK | X_OK) == 0) return Status();
+  return base::errno_status(errno, "train.run: cannot write in the folder", there.string(), {}, {},
+                            "Choose another folder");
+}
 
 class TokenData {
  public:
@@ -47,6 +59,7 @@ class TokenData {
                                 train::kPythonStdlib),
                     "Name your own text, conversations (.jsonl) or token files (docs/data.md)");
     }
+    SI_RETURN_IF_ERROR(check_can_write(options_.train.run));
     const fs::path out = fs::path(options_.train.run) / "data" / (name + ".safetensors");
     SI_RETURN_IF_ERROR(make(texts, out, of_run).with_context(key));
     std::erase_if(paths, [](const std::string& path) { return !train::is_token_file(path); });

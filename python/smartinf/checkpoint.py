@@ -10,6 +10,7 @@ belong together. Each part names its ranges: a parameter, or elements of it, as 
 import contextlib
 import json
 import math
+import operator
 import os
 import re
 
@@ -117,18 +118,29 @@ class Stored:
         self.rule = self._core.rule()
         self.planes = self._core.planes()
         self._parts = self._core.parts()
-        about = json.loads(self._core.trainer() or "{}")
-        self.param_groups = about.get("param_groups")
-        # A checkpoint that the command made says of its parameters what the devices say.
-        self.parameters = [
-            (name, list(shape)) for name, shape in about.get("parameters") or self._parts[0]["ranges"]
-        ]
+        self.param_groups, self.parameters = self._described()
         self._ranges = self._ranges_of_parameters()
         self.residual = "residual" in self.planes and all(part["residual"] for part in self._parts)
         lineages = [self._lineage(part) for part in self._parts]
         self.lineage = lineages[0]
         if any(other.identity() != self.lineage.identity() for other in lineages):
             raise MismatchError(f"{self.folder}: the ranks' parts are of different updates")
+
+    def _described(self):
+        """(param_groups or None, [(name, shape)])."""
+        try:
+            about = json.loads(self._core.trainer() or "{}")
+            groups = about.get("param_groups")
+            if groups is not None:
+                groups = [{**group, "params": list(map(operator.index, group["params"]))} for group in groups]
+            # A checkpoint that the command made says of its parameters what the devices say.
+            ranges = about.get("parameters") or self._parts[0]["ranges"]
+            parameters = [(name, list(map(operator.index, shape))) for name, shape in ranges]
+            if not all(isinstance(name, str) for name, _ in parameters):
+                raise TypeError("a name is no text")
+            return groups, parameters
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise CorruptError(f"{self.folder}: what checkpoint.json says of the parameters is damaged ({error})") from error
 
     def _ranges_of_parameters(self):
         """Of each parameter, in order: (first element, behind its last, part, its first in the part, its rates of
@@ -172,7 +184,7 @@ class Stored:
         count = len(self.parameters)
         try:
             ours = "branch" in json.loads(part["client_metadata"])
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, RecursionError):
             ours = False
         if ours:
             return Lineage.from_json(part["client_metadata"], count, self.folder)

@@ -70,7 +70,7 @@ class Lineage:
             lineage.steps = []
             if counted == params:
                 lineage.steps = [step for count, step in runs for _ in range(count)]
-        except (ValueError, KeyError, TypeError, zlib.error) as error:
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError, zlib.error) as error:
             raise CorruptError(
                 f"{where} holds state that was not written by this package ({error}). State of "
                 "`smartinf train` is continued with that command."

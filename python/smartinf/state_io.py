@@ -7,6 +7,7 @@ from smartinf.errors import MismatchError, UsageError
 from smartinf.lineage import Lineage
 
 _FORMAT = 1  # of the small state dict
+_STEPS_MAX = 2**53  # up to which a float counts
 # What stands in the small dict in place of a state, so that torch's optimizers refuse it instead of
 # starting without moments. Those that count steps read "step" as a number, and their error then holds this
 # text: bytes, because torch copies a str as an iterator. The others look at nothing but the number of
@@ -224,7 +225,10 @@ def _load_full(session, state_dict, param_groups):
                     f"{'missing' if value is None else tuple(value.shape)}, expected "
                     f"{tuple(layout.params[i].shape)}: it belongs to another rule or model"
                 )
-        lineage.steps[i] = int(entry.get("step", 1))
+        steps = float(entry.get("step", 1))
+        if not 0 <= steps < _STEPS_MAX:
+            raise MismatchError(f"the state dict's step of {layout.names[i]} is {steps}, which is no number of steps")
+        lineage.steps[i] = int(steps)
     lineage.updates = max(lineage.steps)
 
     def edit(segment, start, stop, planes):

@@ -1,6 +1,7 @@
 """State in and out: resume, state dicts both ways, checkpoints, what is refused."""
 
 import copy
+import json
 import os
 import pathlib
 import shutil
@@ -163,6 +164,18 @@ def test_full_state_dict_goes_both_ways(name, options, device):
     assert losses == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.parametrize("step", [-1, float("nan"), 1e300])
+def test_a_number_of_steps_that_cannot_be_is_refused(step, device):
+    model = build()
+    optimizer = smartinf.AdamW(model.named_parameters(), lr=1e-2, devices=[device])
+    train(model, optimizer, 0, 2)
+    full = optimizer.full_state_dict()
+    full["state"][1]["step"] = torch.tensor(step)
+    with pytest.raises(smartinf.MismatchError, match=r"step of 0.bias is"):
+        optimizer.load_state_dict(full)
+    train(model, optimizer, 2, 3)
+
+
 def test_streamed_state_is_the_full_one(device):
     model = build()
     optimizer = smartinf.AdamW(model.named_parameters(), devices=[device], subgroup_elements=1)
@@ -247,6 +260,34 @@ def test_a_flipped_bit_in_a_checkpoint_is_never_loaded(durability, device, tmp_p
     train(model, optimizer, 3, 4)  # and it is not in the way of training on
     file.write_bytes(whole)
     optimizer.load_checkpoint(tmp_path / "saved")
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        lambda said: [said],
+        lambda said: said | {"parameters": 7},
+        lambda said: said | {"parameters": [["0.weight"]]},
+        lambda said: said | {"parameters": [[["0.weight"], [1]]]},
+        lambda said: said | {"parameters": [["0.weight", [None]]]},
+        lambda said: said | {"parameters": said["parameters"][1:]},
+        lambda said: said | {"param_groups": [{"params": ["x"]}]},
+        lambda said: said | {"param_groups": {"lr": 1}},
+    ],
+)
+def test_a_description_that_cannot_be_is_refused(changed, device, tmp_path):
+    """By another than the optimizer: the first versions wrote no checksum, so none is needed."""
+    model = build()
+    optimizer = smartinf.AdamW(model.named_parameters(), lr=1e-2, devices=[device])
+    train(model, optimizer, 0, 2)
+    optimizer.save_checkpoint(tmp_path / "saved")
+    before, file = weights(model), tmp_path / "saved" / "checkpoint.json"
+    whole = json.loads(file.read_text())
+    del whole["checksum"]
+    file.write_text(json.dumps(whole | {"trainer": json.dumps(changed(json.loads(whole["trainer"])))}))
+    with pytest.raises(smartinf.CorruptError, match="saved"):
+        optimizer.load_checkpoint(tmp_path / "saved")
+    assert all(torch.equal(a, b) for a, b in zip(weights(model), before, strict=True))
 
 
 def test_a_checkpoint_of_the_first_form_is_explained(device, tmp_path):

@@ -66,6 +66,23 @@ class FineTune(FineTuneCase):
         used = re.search(r"memory: at most (\d+) MiB of this process", told)
         self.assertLess(int(used.group(1)), int(planned.group(1)))
 
+    def test_a_run_says_what_it_trains_and_on_what(self):
+        config = CONFIGS["llama"].__class__(**dict(COMMON, vocab_size=256))
+        whole = sum(p.numel() for p in make(config, self.folder / "model").parameters())
+        recipe = pathlib.Path(self.recipe(steps=1))
+        text = recipe.read_text()
+        recipe.write_text(f'[model]\nfrom = "{self.folder / "model"}"\n\n' + text[text.index("[data]"):])
+        flags = ["--lora.rank", "4", "--lora.targets", "q_proj", "--train.warmup_steps", "10", "--train.validate_at_start"]
+        told = subprocess.run(self.command(str(recipe), "run", flags), capture_output=True, text=True, check=True).stdout
+        trained = config.num_hidden_layers * 4 * 2 * config.hidden_size
+        self.assertIn(f"{trained * 1e-6:.2f} of {whole * 1e-6:.2f} million parameters", told)
+        self.assertIn("lr: the warm-up has 10 steps and the run 1, so lr comes to", told)
+        self.assertRegex(told, r"data: \d+ bytes for training, \d+ for validation")
+        self.assertIn("step 0: validation loss", told)
+        kept = (self.folder / "run/recipe.toml").read_text()
+        self.assertIn(f'from = "{self.folder / "model"}"', kept)
+        self.assertNotRegex(kept, r"(?m)^(layers|width|heads) =")
+
     def test_resumed_in_the_middle_of_an_epoch_on_other_devices(self):
         make(CONFIGS["qwen3"].__class__(**dict(WIDE_HEADS, vocab_size=256, hidden_size=128)), self.folder / "model",
              torch.bfloat16)
@@ -159,9 +176,11 @@ class FineTune(FineTuneCase):
         self.assertIn("model.safetensors", self.fine_tune(folder, "run", *write("a", "else"), env=python, code=1))
         self.assertFalse((self.folder / "run/data").exists())
         (folder / "model.safetensors").write_bytes(weights)
-        told = self.fine_tune(folder, "/proc/sys/run", *write("a", "else"), env=python, code=1)  # for root, too
-        self.assertEqual(told.splitlines()[-1].split(":")[1], " train.run", told)
-        self.assertNotIn("making tokens", told)
+        # In /proc/sys nobody makes a folder, root included.
+        for run, why in (("/proc/sys/run", ""), (self.folder / "a/run", "Not a directory")):
+            told = self.fine_tune(folder, run, *write("a", "else"), env=python, code=1)
+            self.assertRegex(told.splitlines()[-1], f"train.run: cannot write in the folder: .*{why}")
+            self.assertNotIn("making tokens", told)
         # Starts that are refused, and plans, leave tokens that the next one looks at.
         self.fine_tune(folder, "run", *write("a", "else"), "--memory.host", "1MiB", env=python, code=1)
         self.assertIn("else", text())

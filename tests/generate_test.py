@@ -58,6 +58,11 @@ class Generate(StreamCase):
         prompt = [[3, 1, 4]]
         whole = self.tokens(self.folder / "model", prompt, "--tokens", 20)[0]
         ends = [whole[7], whole[4]]
+
+        def stop():
+            flags = ("--prompt-tokens", "3,1,4", "--tokens", 20, "--json")
+            return json.loads(self.run_generate(self.folder / "model", *flags).stdout)["stop"]
+        before = stop()
         for file, text in (("config.json", ends[0]), ("generation_config.json", ends)):
             path = self.folder / "model" / file
             keys = json.loads(path.read_text()) if path.exists() else {}
@@ -66,6 +71,7 @@ class Generate(StreamCase):
             here = self.tokens(self.folder / "model", prompt, "--tokens", 20)[0]
             self.assertEqual(here, there[:-1], file)
             self.assertLess(len(here), 8)
+        self.assertEqual((before, stop()), ("tokens", "end"))
 
     def test_drawn_tokens_follow_from_the_seed_alone(self):
         make(CONFIGS["gemma3"], self.folder / "model")
@@ -77,6 +83,11 @@ class Generate(StreamCase):
         self.assertNotEqual(together, self.tokens(self.folder / "model", prompts, *flags, "--seed", 2))
         greedy = self.tokens(self.folder / "model", prompts, "--tokens", 12)
         self.assertNotEqual(together, greedy)
+        told = self.run_generate(self.folder / "model", "--prompt-tokens", "7", *flags, "--samples", 2, "--json").stdout
+        samples = [(line["sample"], line["tokens"]) for line in map(json.loads, told.splitlines())]
+        self.assertEqual(samples[0], (1, together[0]))
+        self.assertEqual(samples[1][0], 2)
+        self.assertNotEqual(samples[1][1], together[0])
         for narrow in (("--top-k", 1), ("--top-p", 1e-9)):
             self.assertEqual(self.tokens(self.folder / "model", prompts, *flags[:4], *narrow), greedy)
 

@@ -33,8 +33,9 @@ Status check_can_write(const std::string& run) {
   std::error_code error;
   fs::path there = fs::absolute(run, error);
   while (!fs::exists(there, error) && there.has_relative_path()) there = there.parent_path();
-  if (::access(there.c_str(), W_OK | X_OK) == 0) return Status();
-  return base::errno_status(errno, "train.run: cannot write in the folder", there.string(), {}, {},
+  const bool is_folder = fs::is_directory(there, error);
+  if (is_folder && ::access(there.c_str(), W_OK | X_OK) == 0) return Status();
+  return base::errno_status(is_folder ? errno : ENOTDIR, "train.run: cannot write in the folder", there.string(), {}, {},
                             "Choose another folder");
 }
 

@@ -1,5 +1,7 @@
 """What a torch optimizer must stand: kinds of parameters, hooks, closures, scalers, accumulation."""
 
+import re
+
 import pytest
 import torch
 
@@ -395,6 +397,14 @@ def test_keywords_of_torchs_loops(kind, tmp_path):
     with pytest.raises(TypeError, match="'weight_deacy'; did you mean 'weight_decay'"):
         kind([parameter()], devices=[str(tmp_path / "other")], weight_deacy=0.1)
     assert not (tmp_path / "other").exists()
+
+
+def test_a_budget_that_is_too_small_says_what_is_enough(device):
+    with pytest.raises(smartinf.MemoryLimitError, match="budget of 1000 B is too small for 1 device") as raised:
+        smartinf.AdamW([parameter()], devices=[device], memory_budget="1KB")
+    enough = re.search(r"at least ([\d.]+ MiB)", str(raised.value))[1]
+    with smartinf.AdamW([parameter()], devices=[device], memory_budget=enough):
+        pass
 
 
 def test_a_with_block_closes(device):

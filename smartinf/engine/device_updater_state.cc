@@ -1,6 +1,8 @@
 // DeviceUpdater: the whole state is written (initialization, edit) or read.
 #include <utility>
 
+#include <fmt/format.h>
+
 #include "smartinf/csd/snapshot.h"
 #include "smartinf/engine/device_updater.h"
 #include "smartinf/engine/stored_run.h"
@@ -120,6 +122,16 @@ Result<StoredRun> DeviceUpdater::snapshot() {
     auto snapshot = device->snapshot();
     if (!snapshot.ok()) {
       return std::move(snapshot).status().with_context("device " + device->info().name);
+    }
+    // It is read by its name, and the device is open whatever has that name now.
+    const storage::StoreState state = (*snapshot)->state(), ours = device->state();
+    if (!(state.run == ours.run) || state.device_index != ours.device_index) {
+      return Status(ErrorCode::kUnavailable,
+                    fmt::format("device {}: another state is in its place now, of run {}; this "
+                                "one is of run {}",
+                                device->info().name, state.run.to_string().substr(0, 8),
+                                ours.run.to_string().substr(0, 8)),
+                    "The folder was exchanged while the run had it open: put it back.");
     }
     snapshots.push_back(std::move(*snapshot));
   }

@@ -418,6 +418,31 @@ def test_a_script_may_change_its_folder(tmp_path, monkeypatch):
     assert sorted(os.listdir(tmp_path / "b")) == ["dev", "saved"]
 
 
+def test_a_folder_that_is_exchanged_under_a_run_is_not_taken_for_its_own(tmp_path):
+    here, moved = str(tmp_path / "here"), str(tmp_path / "moved")
+    other = build()
+    with smartinf.AdamW(other.named_parameters(), lr=1e-1, devices=[here]) as optimizer:
+        train(other, optimizer, 0, 2)
+    shutil.copytree(here, tmp_path / "other")
+    shutil.rmtree(here)
+    model = build()
+    optimizer = smartinf.AdamW(model.named_parameters(), lr=1e-2, devices=[here])
+    train(model, optimizer, 0, 2)
+    os.rename(here, moved)
+    os.rename(tmp_path / "other", here)
+    for call in (
+        lambda: optimizer.save_checkpoint(tmp_path / "saved"),
+        lambda: optimizer.add_param_group({"params": [("late", torch.nn.Parameter(torch.ones(9)))]}),
+    ):
+        with pytest.raises(smartinf.DeviceError, match="another state is in its place now"):
+            call()
+    train(model, optimizer, 2, 3)
+    optimizer.close()
+    for folder, expected in ((here, other), (moved, model)):
+        with smartinf.AdamW(build().named_parameters(), devices=[folder], resume=True) as optimizer:
+            assert all(torch.equal(a, b) for a, b in zip(optimizer.param_groups[0]["params"], weights(expected), strict=True))
+
+
 def test_a_home_folder_is_written_out_and_variables_are_refused(tmp_path, monkeypatch):
     (tmp_path / "home").mkdir()
     (tmp_path / "here").mkdir()

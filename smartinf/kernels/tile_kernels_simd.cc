@@ -103,9 +103,6 @@ std::vector<TileKernels> simd_tiles() {
 #if HWY_TARGETS & HWY_SSE2
   if ((supported & HWY_SSE2) != 0) found.push_back(N_SSE2::tiles());
 #endif
-#if HWY_TARGETS & HWY_SSSE3
-  if ((supported & HWY_SSSE3) != 0) found.push_back(N_SSSE3::tiles());
-#endif
 #if HWY_TARGETS & HWY_SSE4
   if ((supported & HWY_SSE4) != 0) found.push_back(N_SSE4::tiles());
 #endif

@@ -148,7 +148,7 @@ class Help(unittest.TestCase):
             self.assertIn(f"  smartinf {command.split()[0]}", text.split("Examples:")[-1], command)
             self.assertNotIn("smartinf train recipes/quickstart", text, command)
         self.assertRegex(shown["bench step"], r"--params NUMBER \[2e\+08\]")
-        self.assertRegex(shown["bench step"], r"--state-format f32\|bf16\|q8 \[f32\]")
+        self.assertRegex(shown["bench step"], r"--state-format f32\|bf16\|q8\|q4\s")
         self.assertIn("matrix-squares", shown["bench kernels"])
 
     def test_the_program_with_torch_is_named_when_it_is_missing(self):

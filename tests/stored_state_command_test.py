@@ -140,8 +140,8 @@ class Copies(unittest.TestCase):
             self.assertNotEqual(self.state_of(c)["run"], self.state_of(a)["run"])
             self.assertEqual(run("fsck", c).returncode, 0)
 
-            moved = self.done("reshard", "--from", c, "--to", d, "--state-format", "bf16")
-            self.assertEqual(self.state_of(d)["state_format"], "bf16")
+            moved = self.done("reshard", "--from", c, "--to", d, "--state-format", "bf16", "--master", "m24")
+            self.assertEqual(self.state_of(d)["state_format"], "m24+bf16")
             self.assertEqual(self.state_of(d)["committed_step"], step)
             self.assertLess(moved["state_bytes"], back["state_bytes"])
             self.assertEqual(run("fsck", d).returncode, 0)

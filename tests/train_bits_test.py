@@ -44,7 +44,7 @@ class Overlap(TrainCase):
     def test_an_update_behind_the_next_forward_changes_nothing(self):
         recipe = self.recipe(steps=12)
         variants = {
-            "q8": ["--optimizer.format", "q8", "--train.clip_norm", "0"],
+            "q4": ["--optimizer.format", "q4", "--optimizer.master", "m24", "--train.clip_norm", "0"],
             "bf16": ["--optimizer.format", "bf16", "--train.clip_norm", "0.5",
                      "--memory.activations", "recompute"],
             "compressed": ["--compress.density", "0.3", "--train.validate_every", "5"],

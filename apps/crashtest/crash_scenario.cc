@@ -22,10 +22,18 @@ using storage::SubgroupIo;
 constexpr uint32_t kSubgroups = 2;
 constexpr uint32_t kAllSubgroups = (1u << kSubgroups) - 1;
 constexpr uint32_t kPlanes = 4;
-constexpr uint32_t kResidualPlane = 3;  // bf16, so it holds the lower half of an element
+constexpr uint32_t kResidualPlane = 3;
 constexpr uint32_t kRingDepth = 24;
 
 std::string client_metadata_of(StepNumber step) { return fmt::format("step {}", step); }
+
+/// Whole 32-bit words of a plane, in any encoding.
+uint64_t words(const BlockStore& store, uint32_t subgroup, uint32_t plane) {
+  const uint64_t last = store.geometry().blocks(subgroup) - 1;
+  return (store.geometry().block_offset(plane, last) +
+          store.geometry().block_bytes(subgroup, plane, last)) /
+         sizeof(uint32_t);
+}
 
 /// The second subgroup rests in every third step: what is not written keeps its state.
 bool rests(uint32_t subgroup, StepNumber step) {
@@ -85,6 +93,7 @@ storage::StoreLayout Scenario::layout(uint32_t device) const {
     layout.subgroups.push_back({SubgroupId{device * kSubgroups + subgroup}, 0,
                                 subgroup == 0 ? options_.elements : options_.elements / 2 + 1});
   }
+  layout.format = options_.format;
   layout.description = "crash test";
   return layout;
 }
@@ -98,8 +107,8 @@ storage::Container Scenario::container(uint32_t device) {
 }
 
 /// The toy update folded up: what an element is after `step`.
-uint32_t Scenario::element(uint32_t device, uint32_t subgroup, uint32_t plane, uint64_t index,
-                           StepNumber step) const {
+uint32_t Scenario::word(uint32_t device, uint32_t subgroup, uint32_t plane, uint64_t index,
+                        StepNumber step) const {
   uint64_t value = base::mix_seed(base::mix_seed(device * 16 + subgroup * 4 + plane, index), 17);
   for (StepNumber made = 1; made <= step; ++made) {
     if (plane == kResidualPlane && !keeps(made)) continue;
@@ -213,16 +222,10 @@ Status Scenario::write_step(uint32_t device, StepNumber step, uint32_t subgroups
     for (uint32_t plane = 0; plane < kPlanes; ++plane) {
       auto* values =
           reinterpret_cast<uint32_t*>(bytes.data() + store.plane_offset(stored.id, plane));
-      auto* halves = reinterpret_cast<uint16_t*>(values);
       if (plane == kResidualPlane && !kept) continue;
-      for (uint64_t i = 0; i < stored.count; ++i) {
-        if (plane == kResidualPlane) {
-          halves[i] = static_cast<uint16_t>(element(device, subgroup, plane, i, step) ^
-                                            (garbage ? 0x5a5au : 0u));
-          continue;
-        }
-        if (step == 0) {
-          values[i] = element(device, subgroup, plane, i, 0);
+      for (uint64_t i = 0; i < words(store, subgroup, plane); ++i) {
+        if (step == 0 || plane == kResidualPlane) {
+          values[i] = word(device, subgroup, plane, i, step);
         } else if (!rests(subgroup, step)) {
           values[i] = static_cast<uint32_t>(base::mix_seed(values[i], step));
         }
@@ -381,12 +384,9 @@ std::string Scenario::compare(StepNumber step) {
       for (uint32_t plane = 0; plane < kPlanes; ++plane) {
         const auto* values =
             reinterpret_cast<uint32_t*>(buffer->data() + store.plane_offset(stored.id, plane));
-        const auto* halves = reinterpret_cast<const uint16_t*>(values);
-        for (uint64_t i = 0; i < stored.count; ++i) {
-          const uint32_t expected = element(device, subgroup, plane, i, step);
-          if (plane == kResidualPlane ? halves[i] != static_cast<uint16_t>(expected)
-                                      : values[i] != expected) {
-            return fmt::format("device {}, subgroup {}, plane {}, element {} differs at step {}",
+        for (uint64_t i = 0; i < words(store, subgroup, plane); ++i) {
+          if (values[i] != word(device, subgroup, plane, i, step)) {
+            return fmt::format("device {}, subgroup {}, plane {}, word {} differs at step {}",
                                device, subgroup, plane, i, step);
           }
         }

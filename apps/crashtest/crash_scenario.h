@@ -23,6 +23,7 @@ namespace smartinf::crash {
 struct ScenarioOptions {
   uint32_t devices = 3;
   uint32_t steps = 4;
+  base::StateFormat format;
   uint64_t elements = 1500;  // of each device's larger subgroup
   /// Seed of the order of completions, of what a cut leaves, of which subgroups stay in memory, and
   /// of what is guessed.
@@ -73,8 +74,8 @@ class Scenario {
   bool stays_in_memory(uint32_t device, uint32_t subgroup) const;
   storage::Container container(uint32_t device);
   storage::StoreLayout layout(uint32_t device) const;
-  uint32_t element(uint32_t device, uint32_t subgroup, uint32_t plane, uint64_t index,
-                   base::StepNumber step) const;
+  uint32_t word(uint32_t device, uint32_t subgroup, uint32_t plane, uint64_t index,
+                base::StepNumber step) const;
   base::Status create();
   base::Status open(bool with_flaw);
   base::Result<base::StepNumber> recover();

@@ -47,6 +47,7 @@ TEST(Crash, NothingIsLostAtAnyPoint) {
   ScenarioOptions options = small();
   std::set<std::string> moments;
   for (options.seed = 1; options.seed <= 4; ++options.seed) {  // each way to guess in each step
+    if (options.seed == 3) options.format = {base::MomentFormat::kQ4, base::MasterFormat::kM24};
     EXPECT_EQ(first_loss_at_any_point(options, moments), "") << "seed " << options.seed;
   }
   EXPECT_THAT(moments, UnorderedElementsAre("creation", "write", "write that is aborted",

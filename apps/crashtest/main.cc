@@ -9,6 +9,7 @@
 #include <CLI/CLI.hpp>
 
 #include "apps/crashtest/crash_scenario.h"
+#include "apps/smartinf/format_flags.h"
 
 int main(int argc, char** argv) {
   using smartinf::crash::CommitFlaw;
@@ -29,6 +30,8 @@ int main(int argc, char** argv) {
       ->capture_default_str()
       ->check(CLI::Range(1, 16));
   app.add_option("--steps", options.steps, "Steps of the run")->capture_default_str();
+  smartinf::apps::FormatFlags format;
+  smartinf::apps::add_format_flags(app, format, "f32");
   app.add_option("--elements", options.elements, "Elements of the larger subgroup of a device")
       ->capture_default_str()
       ->check(CLI::Range(1, 1 << 24));
@@ -43,6 +46,7 @@ int main(int argc, char** argv) {
   } catch (const CLI::ParseError& error) {
     return app.exit(error) == 0 ? 0 : 2;
   }
+  options.format = format.format();
 
   std::mt19937_64 random(options.seed);
   uint64_t lost = 0;

@@ -134,8 +134,8 @@ class KernelBench {
     for (const UpdateRule rule : kernels::all_update_rules()) {
       const std::string rule_name(kernels::update_rule_name(rule));
       if (!wanted(options_.rules, rule_name)) continue;
-      for (const StateFormat format : {StateFormat::kF32, StateFormat::kBf16, StateFormat::kQ8}) {
-        const std::string format_name(base::state_format_name(format));
+      for (const StateFormat format : base::all_state_formats()) {
+        const std::string format_name = base::state_format_name(format);
         if (!wanted(options_.formats, format_name)) continue;
         for (const DataType type : {DataType::kF32, DataType::kBf16, DataType::kF16}) {
           const std::string gradient_name(base::data_type_name(type));
@@ -198,7 +198,7 @@ class KernelBench {
     timer_.time(team,
                 {.kernel = sealed ? "sealed-update" : "update",
                  .rule = std::string(kernels::update_rule_name(rule)),
-                 .format = std::string(base::state_format_name(format)),
+                 .format = base::state_format_name(format),
                  .gradient = std::string(base::data_type_name(type)),
                  .bytes = bytes},
                 work);
@@ -396,6 +396,14 @@ class KernelBench {
   KernelTimer timer_;
 };
 
+std::vector<std::string> format_names() {
+  std::vector<std::string> names;
+  for (const StateFormat format : base::all_state_formats()) {
+    names.push_back(base::state_format_name(format));
+  }
+  return names;
+}
+
 }  // namespace
 
 void add_bench_kernels(CLI::App& bench, Run& run) {
@@ -421,7 +429,7 @@ void add_bench_kernels(CLI::App& bench, Run& run) {
   command->add_option("--rule", options->rules, "Update rules [all]")
       ->check(CLI::IsMember(base::enum_name_list<kernels::UpdateRule>()));
   command->add_option("--format", options->formats, "State formats [all]")
-      ->check(CLI::IsMember(base::enum_name_list<base::StateFormat>()));
+      ->check(CLI::IsMember(format_names()));
   command->add_option("--gradient", options->gradients, "Gradient types [all]")
       ->check(CLI::IsMember(base::enum_name_list<base::DataType>()));
   command

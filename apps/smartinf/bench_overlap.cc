@@ -19,6 +19,7 @@
 #include "smartinf/storage/erase.h"
 
 #include "apps/smartinf/commands.h"
+#include "apps/smartinf/format_flags.h"
 #include "apps/smartinf/interrupt.h"
 #include "apps/smartinf/median.h"
 #include "apps/smartinf/synthetic_steps.h"
@@ -38,7 +39,7 @@ struct OverlapOptions {
   uint64_t layers = 32;
   int rounds = 3;
   int steps = 3;
-  std::string format = "f32";
+  FormatFlags format;
   std::string memory_budget = "512MiB";
   uint32_t threads = 0;
   bool spill = false;
@@ -60,7 +61,7 @@ class OverlapBench {
 
   Status run() {
     updater_options_.gradient_type = DataType::kBf16;
-    updater_options_.format = *base::state_format_from_name(options_.format);
+    updater_options_.format = options_.format.format();
     if (options_.spill) updater_options_.gradient_budget_bytes = 0;
     SI_ASSIGN_OR_RETURN(updater_options_.memory_budget_bytes,
                         base::parse_bytes(options_.memory_budget));
@@ -217,19 +218,20 @@ class OverlapBench {
   void print(int round, double share, double update_s, const std::string& overlap,
              const Timing& timing) const {
     if (options_.json) {
-      const nlohmann::ordered_json row = {{"round", round},
-                                          {"params", steps_->space().count()},
-                                          {"devices", options_.devices.size()},
-                                          {"state_format", options_.format},
-                                          {"spill", options_.spill},
-                                          {"guesses", options_.guesses},
-                                          {"computing_share", share},
-                                          {"computing_s", share * update_s},
-                                          {"update_s", update_s},
-                                          {"overlap", overlap},
-                                          {"step_s", timing.step_s},
-                                          {"exposed_s", timing.exposed_s},
-                                          {"bound_s", timing.bound_s}};
+      const nlohmann::ordered_json row = {
+          {"round", round},
+          {"params", steps_->space().count()},
+          {"devices", options_.devices.size()},
+          {"state_format", base::state_format_name(updater_options_.format)},
+          {"spill", options_.spill},
+          {"guesses", options_.guesses},
+          {"computing_share", share},
+          {"computing_s", share * update_s},
+          {"update_s", update_s},
+          {"overlap", overlap},
+          {"step_s", timing.step_s},
+          {"exposed_s", timing.exposed_s},
+          {"bound_s", timing.bound_s}};
       fmt::print("{}\n", row.dump());
     } else {
       fmt::print("{:>9} {:>9}  {:<7}{:>9} {:>9} {:>9}   {:.2f}\n",
@@ -287,9 +289,7 @@ void add_bench_overlap(CLI::App& bench, Run& run) {
                    "Number of steps of each setting, of which the median counts")
       ->check(CLI::Range(1, 1000))
       ->capture_default_str();
-  command->add_option("--state-format", options->format, "Format of momentum and variance")
-      ->check(CLI::IsMember(base::enum_name_list<base::StateFormat>()))
-      ->capture_default_str();
+  add_format_flags(*command, options->format, "f32");
   command->add_option("--memory-budget", options->memory_budget, "Memory for the engine's buffers")
       ->capture_default_str();
   command

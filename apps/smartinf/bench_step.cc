@@ -99,7 +99,7 @@ class StepBench {
   Status read_options() {
     params_ = static_cast<uint64_t>(options_.params);
     updater_.rule.rule = *kernels::update_rule_from_name(options_.rule);
-    updater_.format = *base::state_format_from_name(options_.format);
+    updater_.format = options_.format.format();
     updater_.where = *base::enum_from_name<engine::UpdateWhere>(options_.where);
     updater_.schedule = *base::enum_from_name<plan::ScheduleVariant>(options_.schedule);
     updater_.durability = *base::enum_from_name<storage::Durability>(options_.durability);
@@ -423,7 +423,7 @@ class StepBench {
         {"devices", device_count()},
         {"where", options_.where},
         {"rule", options_.rule},
-        {"state_format", options_.format},
+        {"state_format", base::state_format_name(updater_.format)},
         {"gradient", base::data_type_name(updater_.gradient_type)},
         {"spill", options_.spill},
         {"density", options_.density},

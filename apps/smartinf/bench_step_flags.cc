@@ -1,6 +1,5 @@
 #include "apps/smartinf/bench_step_flags.h"
 
-#include "smartinf/base/state_format.h"
 #include "smartinf/engine/options.h"
 #include "smartinf/kernels/update_rule.h"
 #include "smartinf/storage/ring.h"
@@ -27,9 +26,7 @@ void add_update_flags(CLI::App& command, StepOptions& options) {
       .add_option("--repeat", options.repeat, "Number of steps, of which the median is reported")
       ->check(CLI::Range(1, 1000))
       ->capture_default_str();
-  command.add_option("--state-format", options.format, "Format of momentum and variance")
-      ->check(CLI::IsMember(base::enum_name_list<base::StateFormat>()))
-      ->capture_default_str();
+  add_format_flags(command, options.format, "f32");
   command.add_option("--rule", options.rule, "Update rule")
       ->check(CLI::IsMember(base::enum_name_list<kernels::UpdateRule>()))
       ->capture_default_str();

@@ -11,6 +11,8 @@
 #include "smartinf/compress/message.h"
 #include "smartinf/serve/options.h"
 
+#include "apps/smartinf/format_flags.h"
+
 namespace smartinf::apps {
 
 struct StepOptions {
@@ -19,7 +21,7 @@ struct StepOptions {
   uint32_t emulated = 0;  // so many devices in memory, in place of those
   double slow_device = 1;
   int repeat = 5;
-  std::string format = "f32";
+  FormatFlags format;
   std::string rule = "adamw";
   std::string durability = "step";
   bool no_checksums = false;

@@ -360,7 +360,7 @@ void look_at_drive(const DriveFacts& drive, Report& report) {
     if (drive.wear_share.value_or(0) > 0.8) {
       report.warn("  wear", wear,
                   "Every step rewrites the state: use another drive, or "
-                  "optimizer.format = \"bf16\" or \"q8\".");
+                  "optimizer.format = \"bf16\" or \"q8\", with optimizer.master = \"m24\".");
     } else {
       report.ok("  wear", wear);
     }

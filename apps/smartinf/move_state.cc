@@ -69,8 +69,7 @@ Result<engine::ReshardSummary> move(const MoveFlags& flags, const engine::Device
   SI_ASSIGN_OR_RETURN(engine::StoredRun run,
                       engine::open_stored_run(from, storage::ReaderLock::kTake));
   engine::ReshardOptions options;
-  options.format = run.layout().format;
-  if (!flags.format.empty()) options.format = *base::state_format_from_name(flags.format);
+  options.format = flags.format.format(run.layout().format);
   format = options.format;
   options.subgroup_elements = flags.subgroup_elements;
   options.memory_budget_bytes = memory_bytes;
@@ -85,10 +84,7 @@ Result<engine::ReshardSummary> move(const MoveFlags& flags, const engine::Device
 }  // namespace
 
 void add_move_flags(CLI::App& command, MoveFlags& flags) {
-  command
-      .add_option("--state-format", flags.format, "Format of momentum and variance [as they are]")
-      ->check(CLI::IsMember(base::enum_name_list<base::StateFormat>()))
-      ->type_name("f32|bf16|q8");
+  add_format_flags(command, flags.format, "as they are");
   command
       .add_option("--subgroup-elements", flags.subgroup_elements,
                   "Elements of a subgroup [as they are, if the memory budget allows]")
@@ -134,16 +130,16 @@ int move_state(const MoveFlags& flags) {
     std::printf("%s\n", json.dump(2).c_str());
     return kExitDone;
   }
-  std::printf("step %llu, %s in the format %s, is on %s\n",
-              static_cast<unsigned long long>(moved->step),
-              base::format_bytes(moved->state_bytes).c_str(),
-              std::string(base::state_format_name(format)).c_str(),
-              fmt::format("{}", fmt::join(flags.to, ", ")).c_str());
+  std::printf(
+      "step %llu, %s in the format %s, is on %s\n", static_cast<unsigned long long>(moved->step),
+      base::format_bytes(moved->state_bytes).c_str(), base::state_format_name(format).c_str(),
+      fmt::format("{}", fmt::join(flags.to, ", ")).c_str());
   std::string words;
   for (size_t i = 0; i < flags.to.size(); ++i) {
     words += fmt::format(" --device.{}.path {}", i, flags.to[i]);
   }
-  if (!flags.format.empty()) words += " --optimizer.format " + flags.format;
+  if (!flags.format.moments.empty()) words += " --optimizer.format " + flags.format.moments;
+  if (!flags.format.master.empty()) words += " --optimizer.master " + flags.format.master;
   // The moved run is one of its own, which no folder knows yet.
   words += " --take-over " + moved->run.to_string().substr(0, 8);
   std::printf("to resume it: smartinf train RECIPE%s\n", words.c_str());

@@ -9,12 +9,14 @@
 
 #include "smartinf/serve/options.h"
 
+#include "apps/smartinf/format_flags.h"
+
 namespace smartinf::apps {
 
 struct MoveFlags {
   std::vector<std::string> from;
   std::vector<std::string> to;
-  std::string format;              // empty: as it is
+  FormatFlags format;
   uint64_t subgroup_elements = 0;  // 0: as they are
   std::string durability = "step";
   std::string memory_budget = "256MiB";

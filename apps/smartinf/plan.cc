@@ -246,7 +246,7 @@ void print_plan(const sim::Plan& plan) {
     fmt::print("  The engine probably takes less of its buffers: then the host's peak is {}.\n",
                base::format_bytes(best.need.expected_host_bytes));
   }
-  fmt::print("\n  {:<31} {:<8} {:<5} {:>9} {:>9} {:>6} {:>11} {:>8}  {}\n", "how", "--method",
+  fmt::print("\n  {:<31} {:<8} {:<7} {:>9} {:>9} {:>6} {:>11} {:>8}  {}\n", "how", "--method",
              "state", "step", "tokens/s", "exact", "drives last", "cost/Mt", "bound by");
   for (size_t i = 0; i < plan.options.size(); ++i) {
     const sim::PlanOption& option = plan.options[i];
@@ -254,7 +254,7 @@ void print_plan(const sim::Plan& plan) {
     if (option.options.method == sim::Method::kSmartComp) {
       how += fmt::format(", {:.0f} %", 100 * option.options.ratio);
     }
-    fmt::print("{} {:<31} {:<8} {:<5} {:>9} {:>9.1f} {:>6} {:>11} {:>8}  {}{}\n",
+    fmt::print("{} {:<31} {:<8} {:<7} {:>9} {:>9.1f} {:>6} {:>11} {:>8}  {}{}\n",
                i == plan.recommended ? "*" : " ", how, sim::method_name(option.options.method),
                base::state_format_name(option.options.format),
                base::format_seconds(option.times.total_s), option.tokens_per_s,
@@ -290,7 +290,7 @@ int run_plan(const PlanFlags& flags) {
   if (!question.ok()) return report(question.status(), kExitUsage);
   question->options.value_bytes = flags.precision == "f32" ? 4 : 2;
   const auto given = [&](const char* name) { return question_flags.count(name) > 0; };
-  const bool requested = given("method") || given("state-format");
+  const bool requested = given("method") || given("state-format") || given("master");
   // Asked for a format only, and nothing there can update: the host does.
   if (!given("method") && !question->machine.can_update()) {
     question->options.method = sim::Method::kBaseline;

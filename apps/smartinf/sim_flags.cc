@@ -57,7 +57,8 @@ constexpr std::array kFlags{
          "Whether backward computes activations again instead of keeping them "
          "(memory.activations) [true]"},
     Flag{"optimizer", "NAME", "Update rule: adamw, adam, sgd, adagrad or lion [adamw]"},
-    Flag{"state-format", "NAME", "Format of momentum and variance: f32, bf16 or q8 [f32]"},
+    Flag{"state-format", "NAME", "Format of momentum and variance: f32, bf16, q8 or q4 [f32]"},
+    Flag{"master", "NAME", "Format of the master weights: f32, m24 or bf16 [f32]"},
     Flag{"subgroup", "N", "Elements of a subgroup [the machine file's]"},
     Flag{"slots", "N", "Subgroups in flight on a device [the machine file's]"},
     Flag{"state-cache", "SIZE",
@@ -315,7 +316,10 @@ Result<SimQuestion> apply_sim_flags(const SimFlags& flags) {
     SI_RETURN_IF_ERROR(by_name("optimizer", *text, options.rule));
   }
   if (const std::string* text = value_of("state-format")) {
-    SI_RETURN_IF_ERROR(by_name("state-format", *text, options.format));
+    SI_RETURN_IF_ERROR(by_name("state-format", *text, options.format.moments));
+  }
+  if (const std::string* text = value_of("master")) {
+    SI_RETURN_IF_ERROR(by_name("master", *text, options.format.master));
   }
   if (const std::string* text = value_of("overlap")) {
     SI_RETURN_IF_ERROR(by_name("overlap", *text, options.overlap,

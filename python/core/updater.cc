@@ -166,7 +166,8 @@ engine::UpdaterOptions updater_options(const nb::dict& options_given) {
   }
   given.choose("rule", options.rule.rule);
   read_rule(given, options.rule);
-  given.choose("state_format", options.format);
+  given.choose("state_format", options.format.moments);
+  given.choose("master", options.format.master);
   given.choose("where", options.where);
   given.choose("durability", options.durability);
   options.gradient_type = base::DataType::kF32;

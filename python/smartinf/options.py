@@ -46,7 +46,7 @@ class Options:
         self.core = {
             "rule": rule,
             "remote": self.remote,
-            **{key: given[key] for key in ("state_format", "durability", "where")},
+            **{key: given[key] for key in ("state_format", "master", "durability", "where")},
             **{key: int(given[key]) for key in ("subgroup_elements", "seed")},
             "checksums": bool(given["checksums"]),
             **{f"{key}_bytes": parse_bytes(given[key], key) for key in _BYTES if given[key] is not None},

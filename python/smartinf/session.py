@@ -91,7 +91,9 @@ class Session:
             self.layout.check_kept(self.core)
             if self.core.fresh():
                 self._initialize()
-                if self.stream is not None:
+                if options.core["master"] != "f32":
+                    self.load_weights()  # as they are stored, which a resumed run begins with
+                elif self.stream is not None:
                     # A subgroup of the parameters that stay in memory may have streamed ones.
                     self.core.load_weights(self.layout.type_name, self.layout.owned_address, self.layout.kept_spans)
                     self._stream_from_core()

@@ -60,7 +60,9 @@ class StorageOptimizer(torch.optim.Optimizer):
     resume: what to do with devices that hold state. True: take weights and state from them and go
         on (empty devices are begun). False: discard it. None: the first step raises UsageError unless
         load_state_dict() or load_checkpoint() has said which state is meant.
-    state_format: format of momentum and variance: "f32" (exact), "bf16" or "q8".
+    state_format: format of momentum and variance: "f32" (exact), "bf16", "q8" or "q4".
+    master: format of the master weights: "f32" (exact), "m24" (the upper 24 bits of an f32) or "bf16". Parameters of
+        a wider type are rounded when the state begins; docs/numerics.md has the rounding.
     compress: density of compressed gradients (0.08 sends the signs of the largest 8 %, and adds the rest, the
         residual, to the next gradient), or a dict with density and any of values, error_feedback,
         residual_every, warmup_steps, as in a recipe (docs/smartcomp.md). Takes 4 bytes per parameter in host
@@ -98,7 +100,7 @@ class StorageOptimizer(torch.optim.Optimizer):
     where: place of the update: "device" (SmartUpdate) or "host" (the baseline: state crosses the host link).
     subgroup_elements: elements that are read, updated and written at once; 0: chosen from memory_budget.
     checksums: whether every block on the devices has a checksum, checked at every read. False saves a little time.
-    seed: seed of stochastic rounding (state_format "bf16" and "q8").
+    seed: seed of stochastic rounding (all formats but "f32").
     process_group: the ranks that share the state. None: all of them under torch.distributed, or those among which
         fully_shard (FSDP2) has divided the parameters; each then updates the rows that it holds.
     fused, foreach: taken from configurations written for torch.optim, and without effect: they choose

@@ -115,7 +115,8 @@ class StorageOptions(TypedDict, total=False):
     devices: Devices
     remote: Remote | None
     resume: Literal[True, False, None]
-    state_format: Annotated[Literal["f32", "bf16", "q8"], "f32"]
+    state_format: Annotated[Literal["f32", "bf16", "q8", "q4"], "f32"]
+    master: Annotated[Literal["f32", "m24", "bf16"], "f32"]
     compress: float | dict | None
     memory_budget: Annotated[Size | None, "512MiB"]
     gradient_budget: Size | None

@@ -27,6 +27,7 @@
 
 #include "smartinf/base/choice.h"
 #include "smartinf/base/ids.h"
+#include "smartinf/base/state_format.h"
 #include "smartinf/base/status.h"
 #include "smartinf/base/traffic.h"
 
@@ -241,6 +242,11 @@ template <typename Wire, typename Tag>
 void describe(Wire& wire, Id<Tag>& id) {
   auto& [value] = id;
   wire(value);
+}
+template <typename Wire>
+void describe(Wire& wire, StateFormat& format) {
+  auto& [moments, master] = format;
+  wire(choice(moments, MomentFormat::kQ4), choice(master, MasterFormat::kBf16));
 }
 template <typename Wire>
 void describe(Wire& wire, TrafficReading& traffic) {

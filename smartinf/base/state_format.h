@@ -3,8 +3,10 @@
 #pragma once
 
 #include <array>
+#include <compare>
 #include <cstdint>
-#include <optional>
+#include <span>
+#include <string>
 #include <string_view>
 
 #include "smartinf/base/enum_names.h"
@@ -27,30 +29,59 @@ inline constexpr std::array<std::string_view, 4> kPlaneKindNames{"master", "mome
 constexpr EnumNames enum_names(PlaneKind) { return kPlaneKindNames; }
 constexpr std::string_view plane_kind_name(PlaneKind kind) { return enum_name(kind); }
 
-/// How one plane is stored. A q8 block holds all its codes, then one f32 scale per 256 elements.
-enum class Encoding : uint8_t { kF32 = 0, kBf16 = 1, kQ8 = 2 };
+/// How one plane is stored. A q8 or q4 block holds all its codes, then one f32 scale per 256
+/// elements; an m24 block the upper halves of its f32s, then the byte below each: the last byte is
+/// not kept.
+enum class Encoding : uint8_t { kF32 = 0, kBf16 = 1, kQ8 = 2, kM24 = 3, kQ4 = 4 };
 
-inline constexpr std::array<std::string_view, 3> kEncodingNames{"f32", "bf16", "q8"};
+inline constexpr std::array<std::string_view, 5> kEncodingNames{"f32", "bf16", "q8", "m24", "q4"};
 constexpr EnumNames enum_names(Encoding) { return kEncodingNames; }
 constexpr std::string_view encoding_name(Encoding encoding) { return enum_name(encoding); }
 
-/// Elements that share one scale in a q8 plane.
-inline constexpr uint64_t kQ8GroupElements = 256;
+/// Elements that share one scale in a q8 or q4 plane.
+inline constexpr uint64_t kCodeGroupElements = 256;
 
-/// Bytes of `count` elements that start on a block boundary. A q8 plane's short last group still
-/// has a scale; code bytes of each block are padded to 4 so that its scales are aligned.
+/// Bytes of the codes of a q8 or q4 block of `count` elements, padded to 4 so that the scales
+/// behind them are aligned.
+uint64_t code_bytes(Encoding encoding, uint64_t count);
+
+/// Bytes of `count` elements that start on a block boundary. A short last group of q8 or q4 still
+/// has a scale.
 uint64_t encoded_bytes(Encoding encoding, uint64_t count);
 
-/// The user's choice: how momentum and variance are kept. Master weights are always f32, residuals
-/// bf16.
-enum class StateFormat : uint8_t { kF32 = 0, kBf16 = 1, kQ8 = 2 };
+/// How momentum and variance are kept.
+enum class MomentFormat : uint8_t { kF32 = 0, kBf16 = 1, kQ8 = 2, kQ4 = 3 };
 
-inline constexpr std::array<std::string_view, 3> kStateFormatNames{"f32", "bf16", "q8"};
-constexpr EnumNames enum_names(StateFormat) { return kStateFormatNames; }
-constexpr std::string_view state_format_name(StateFormat format) { return enum_name(format); }
-constexpr std::optional<StateFormat> state_format_from_name(std::string_view name) {
-  return enum_from_name<StateFormat>(name);
-}
+inline constexpr std::array<std::string_view, 4> kMomentFormatNames{"f32", "bf16", "q8", "q4"};
+constexpr EnumNames enum_names(MomentFormat) { return kMomentFormatNames; }
+
+/// How master weights are kept.
+enum class MasterFormat : uint8_t { kF32 = 0, kM24 = 1, kBf16 = 2 };
+
+inline constexpr std::array<std::string_view, 3> kMasterFormatNames{"f32", "m24", "bf16"};
+constexpr EnumNames enum_names(MasterFormat) { return kMasterFormatNames; }
+
+/// The user's choice: how a state is kept. Any master weights go with any moments; residuals are
+/// always bf16.
+struct StateFormat {
+  MomentFormat moments = MomentFormat::kF32;
+  MasterFormat master = MasterFormat::kF32;
+
+  constexpr auto operator<=>(const StateFormat&) const = default;
+
+  static const StateFormat kF32;  // these beside f32 master weights
+  static const StateFormat kBf16;
+  static const StateFormat kQ8;
+};
+inline constexpr StateFormat StateFormat::kF32{MomentFormat::kF32};
+inline constexpr StateFormat StateFormat::kBf16{MomentFormat::kBf16};
+inline constexpr StateFormat StateFormat::kQ8{MomentFormat::kQ8};
+
+/// Every pair, those with f32 master weights first.
+std::span<const StateFormat> all_state_formats();
+
+/// Of the moments alone beside f32 master weights, else of both: "q8", "m24+q8".
+std::string state_format_name(StateFormat format);
 
 /// The encoding that `format` gives to `kind`.
 Encoding plane_encoding(StateFormat format, PlaneKind kind);

@@ -194,11 +194,13 @@ constexpr auto kKeys = std::to_array<Key>({
     SI_KEY("optimizer.lr_decay", &r.updater.rule.lr_decay, "decay of lr in adagrad"),
     SI_KEY("optimizer.initial_accumulator_value", &r.updater.rule.initial_accumulator_value,
            "first value of adagrad's sums"),
-    SI_KEY("optimizer.format", base::by_name(r.updater.format),
-           "format of momentum and variance; the master weights are always f32"),
+    SI_KEY("optimizer.format", base::by_name(r.updater.format.moments),
+           "format of momentum and variance"),
+    SI_KEY("optimizer.master", base::by_name(r.updater.format.master),
+           "format of the master weights; \"m24\": the upper 24 bits of an f32"),
     SI_KEY("optimizer.gradient_type", base::by_name(r.updater.gradient_type),
            "type of gradients on the host link; default: that of train.precision"),
-    SI_KEY("optimizer.seed", &r.updater.seed, "seed of stochastic rounding (formats bf16 and q8)"),
+    SI_KEY("optimizer.seed", &r.updater.seed, "seed of stochastic rounding (all formats but f32)"),
 
     SI_KEY("compress.density", &r.updater.compress.density,
            "share of a gradient's elements that are sent, the largest of each block of 65536, e.g. "

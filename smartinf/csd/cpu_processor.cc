@@ -211,14 +211,22 @@ Status run(const EncodeJob& job, uint64_t block) {
 }
 
 Status run(const CastJob& job, uint64_t block) {
-  constexpr size_t kMaster = 0;  // f32 in every format
+  constexpr size_t kMaster = 0;
   const PlaneBlocks& planes = job.planes;
+  const uint64_t elements = planes.elements(block);
   SI_RETURN_IF_ERROR(planes.verify(kMaster, block));
-  kernels::kernels().cast_from_f32(
-      reinterpret_cast<const float*>(planes.bytes(kMaster, block).data()),
-      static_cast<std::byte*>(job.weights_out) +
-          block * kBlockElements * base::data_type_bytes(job.type),
-      job.type, planes.elements(block));
+  const std::byte* bytes = planes.bytes(kMaster, block).data();
+  const auto* masters = reinterpret_cast<const float*>(bytes);
+  if (planes.encoding(kMaster) != base::Encoding::kF32) {
+    float* decoded = thread_block().data();
+    kernels::kernels().decode_block(planes.encoding(kMaster), base::PlaneKind::kMaster, bytes,
+                                    decoded, elements);
+    masters = decoded;
+  }
+  kernels::kernels().cast_from_f32(masters,
+                                   static_cast<std::byte*>(job.weights_out) +
+                                       block * kBlockElements * base::data_type_bytes(job.type),
+                                   job.type, elements);
   return Status();
 }
 

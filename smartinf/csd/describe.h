@@ -67,8 +67,7 @@ template <typename Wire>
 void describe(Wire& wire, StoreLayout& layout) {
   auto& [run, device_index, device_count, format, checksum_kind, planes, subgroups,
          gradient_spill_bytes, description, copied_step] = layout;
-  wire(run, device_index, device_count, base::choice(format, base::StateFormat::kQ8),
-       base::choice(checksum_kind, ChecksumKind::kXxh3));
+  wire(run, device_index, device_count, format, base::choice(checksum_kind, ChecksumKind::kXxh3));
   auto count = static_cast<uint8_t>(planes.size());
   wire(count);
   if constexpr (Wire::kReads) planes.resize(count);

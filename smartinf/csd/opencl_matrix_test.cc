@@ -9,6 +9,7 @@
 #include <memory>
 #include <string>
 
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 
 #include "smartinf/base/checksum.h"
@@ -36,10 +37,9 @@ struct Program {
   DataType weights;
 
   std::string name() const {
-    return std::string(kernels::update_rule_name(rule)) + "_" +
-           std::string(base::state_format_name(format)) + "_" +
-           std::string(base::data_type_name(gradient)) + "_" +
-           std::string(base::data_type_name(weights));
+    return fmt::format("{}_{}_{}_{}_{}", kernels::update_rule_name(rule),
+                       base::enum_name(format.master), base::enum_name(format.moments),
+                       base::data_type_name(gradient), base::data_type_name(weights));
   }
 };
 
@@ -49,15 +49,16 @@ std::vector<Program> programs() {
   std::vector<Program> chosen;
   uint32_t number = 0;
   for (const kernels::UpdateRule rule : kernels::all_update_rules()) {
-    for (uint32_t i = 0; i < 27; ++i) {
+    const std::span<const StateFormat> formats = base::all_state_formats();
+    for (uint32_t i = 0; i < 9 * formats.size(); ++i) {
       const uint32_t format = i / 9;
       const uint32_t gradient = i / 3 % 3;
       const uint32_t weights = i % 3;
-      const bool sample =
-          format == number % 3 && gradient == (number + 1) % 3 && weights == (number + 2) % 3;
+      const bool sample = format == 5 * number % formats.size() && gradient == (number + 1) % 3 &&
+                          weights == (number + 2) % 3;
       if (!all && !sample) continue;
-      chosen.push_back({rule, static_cast<StateFormat>(format), static_cast<DataType>(gradient),
-                        static_cast<DataType>(weights)});
+      chosen.push_back(
+          {rule, formats[format], static_cast<DataType>(gradient), static_cast<DataType>(weights)});
     }
     ++number;
   }
@@ -76,7 +77,7 @@ std::vector<float> hard_floats(uint64_t count, uint64_t seed, bool positive) {
   std::vector<float> values(count);
   for (uint64_t i = 0; i < count; ++i) {
     const uint64_t word = base::mix_seed(seed, i);
-    const uint64_t allowed = i / base::kQ8GroupElements % 16 == 3 ? kHard.size() : kFinite;
+    const uint64_t allowed = i / base::kCodeGroupElements % 16 == 3 ? kHard.size() : kFinite;
     uint32_t bits = static_cast<uint32_t>(word & 0x807fffffu) |
                     (static_cast<uint32_t>(word >> 32) % 40 + 100) << 23;
     if (word >> 60 < 3) bits = kHard[(word >> 40) % allowed];

@@ -22,6 +22,8 @@ namespace smartinf::engine {
 
 using base::DataType;
 using base::ErrorCode;
+using base::MasterFormat;
+using base::MomentFormat;
 using base::StateFormat;
 
 inline constexpr uint64_t kCount = 7 * base::kBlockElements + 777;

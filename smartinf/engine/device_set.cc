@@ -109,11 +109,12 @@ Status check_device(const UpdaterOptions& options, const plan::ParameterSpace& s
         fmt::format("{} holds state in the format {}, not {}", device_text(source),
                     base::state_format_name(layout.format),
                     base::state_format_name(options.format)),
-        fmt::format("Keep its format (optimizer.format = \"{0}\", or state_format=\"{0}\" in "
-                    "Python), or make a copy in the other one: smartinf reshard "
-                    "--state-format {1}.",
-                    base::state_format_name(layout.format),
-                    base::state_format_name(options.format)));
+        fmt::format("Keep its format (optimizer.format = \"{0}\" and optimizer.master = \"{1}\", "
+                    "or state_format=\"{0}\" and master=\"{1}\" in Python), or make a copy in the "
+                    "other one: smartinf reshard --state-format {2} --master {3}.",
+                    base::enum_name(layout.format.moments), base::enum_name(layout.format.master),
+                    base::enum_name(options.format.moments),
+                    base::enum_name(options.format.master)));
   }
   if (options.compress.residual_on_devices() &&
       layout.planes.back() != base::PlaneKind::kResidual) {

@@ -330,6 +330,10 @@ TEST_F(UpdaterOverFakes, AnotherRuleOrFormatIsAMismatch) {
   options_.rule.rule = kernels::UpdateRule::kAdamW;
   options_.format = base::StateFormat::kQ8;
   EXPECT_THAT(open().status().to_string(), HasSubstr("format f32, not q8"));
+  options_.format.master = base::MasterFormat::kM24;
+  EXPECT_THAT(open().status().to_string(),
+              AllOf(HasSubstr("format f32, not m24+q8"),
+                    HasSubstr("smartinf reshard --state-format q8 --master m24")));
 }
 
 TEST_F(UpdaterOverFakes, AMissingDeviceIsNamed) {

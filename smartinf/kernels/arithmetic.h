@@ -163,7 +163,7 @@ typedef struct RoundingKey {
 } RoundingKey;
 
 SI_CONSTANT(uint32_t, kRandomBits) = 15;
-SI_CONSTANT(uint32_t, kGroupElements) = 256;  // base::kQ8GroupElements
+SI_CONSTANT(uint32_t, kGroupElements) = 256;  // base::kCodeGroupElements
 
 /// The seed that the groups of a step share.
 SI_FUNCTION uint64_t rounding_seed(uint64_t seed, uint64_t step) { return mix_seed(seed, step); }
@@ -185,6 +185,15 @@ SI_FUNCTION RoundingKey rounding_key(uint64_t step_seed, uint64_t element) {
   return key;
 }
 
+/// The same for the group's master weights, from a word of their own.
+SI_FUNCTION Progression master_rounding(uint64_t step_seed, uint64_t element) {
+  const uint64_t word = mix_seed(~step_seed, element / kGroupElements);
+  Progression numbers;
+  numbers.start = random_field(word, 0) | 1u << (31 - kRandomBits);
+  numbers.stride = random_field(word, 1);
+  return numbers;
+}
+
 SI_FUNCTION uint32_t random_at(Progression numbers, uint32_t lane) {
   return numbers.start + lane * numbers.stride;
 }
@@ -197,25 +206,49 @@ SI_FUNCTION uint16_t round_bf16(SI_F32 value, uint32_t random) {
   return (uint16_t)((bits + (random >> 16)) >> 16);
 }
 
-// q8. A code is the upper part of an f32 between 2 and 512: three bits of exponent, then 4 bits of
-// mantissa and a sign (momentum) or 5 bits of mantissa (root of the variance). That number less 2,
-// times the group's step, is what the code stands for: even spacing near zero, then spacing in
-// proportion to the value, from 3.1% to 6.2% for a momentum and half that for a root. Encoding adds
-// random bits below the kept ones and cuts, as for bf16, which is unbiased; there is no table and
-// no root to take. The steps are such that the group's largest value has the largest code.
-SI_CONSTANT(SI_F32, kCodeBias) = 2.0f;
-SI_CONSTANT(uint32_t, kCodeBiasBits) = 0x40000000u;
-SI_CONSTANT(int, kMomentumCut) = 19;  // lower bits of the f32 that a code leaves out
-SI_CONSTANT(int, kVarianceCut) = 18;
-SI_CONSTANT(uint32_t, kMomentumCodes) = 128;  // of each sign
-SI_CONSTANT(uint32_t, kVarianceCodes) = 256;
+// m24: the upper 24 bits of an f32, as two planes of a block: upper halves, and the bytes below.
 
-/// Value that a code stands for, in steps. code < kMomentumCodes or kVarianceCodes.
-SI_FUNCTION SI_F32 code_value(uint32_t code, int cut) {
-  return SI_FLOAT_OF(kCodeBiasBits | (code << cut)) - kCodeBias;
+SI_CONSTANT(int, kM24Cut) = 8;  // lower bits that are left out
+
+/// As round_bf16(), with 24 bits kept: the f32 that is stored.
+SI_FUNCTION uint32_t round_m24(SI_F32 value, uint32_t random) {
+  const uint32_t bits = SI_UINT_OF(value);
+  if ((bits & kMagnitudeMask) > kInfinityBits) return kCanonicalNan;
+  return (bits + (random >> (32 - kM24Cut))) >> kM24Cut << kM24Cut;
 }
-SI_CONSTANT(SI_F32, kMomentumTop) = 494.0f;  // the largest code's value: 496 - 2
-SI_CONSTANT(SI_F32, kVarianceTop) = 502.0f;  // 504 - 2
+
+SI_FUNCTION SI_F32 decode_m24(uint16_t upper, uint8_t lower) {
+  return SI_FLOAT_OF((uint32_t)upper << 16 | (uint32_t)lower << kM24Cut);
+}
+
+// q8 and q4. A code is the upper part of an f32 from 2 up to 512: three bits of exponent, then bits
+// of mantissa, in q8 4 and a sign for a momentum or 5 for the root of a variance, in q4 none and a
+// sign or 1. That number less a bias, times the group's step, is what the code stands for: even
+// spacing near zero, then spacing in proportion to the value. Encoding adds random bits below the
+// kept ones and cuts, as for bf16, which is unbiased; there is no table and no root to take. The
+// steps are such that the group's largest value has the largest code. The bias is 2, so that the
+// smallest code is zero, but for roots in q4, where it is 1: a momentum that was rounded up from
+// nothing must not stand over a root that was rounded down to nothing. `bits` is 8 or 4 throughout.
+SI_CONSTANT(uint32_t, kCodeBiasBits) = 0x40000000u;  // of 2.0f, the smallest such number
+
+SI_CONSTANT_FUNCTION SI_F32 root_bias(int bits) { return bits == 8 ? 2.0f : 1.0f; }
+
+/// Lower bits of the f32 that a code leaves out.
+SI_CONSTANT_FUNCTION int momentum_cut(int bits) { return bits == 8 ? 19 : 23; }
+SI_CONSTANT_FUNCTION int root_cut(int bits) { return bits == 8 ? 18 : 22; }
+
+/// Codes of momenta of either sign, and codes of roots.
+SI_CONSTANT_FUNCTION uint32_t momentum_codes(int bits) { return 1u << (bits - 1); }
+SI_CONSTANT_FUNCTION uint32_t root_codes(int bits) { return 1u << bits; }
+
+/// Values of the largest codes, in steps: 496 - 2, 256 - 2; 504 - 2, 384 - 1.
+SI_CONSTANT_FUNCTION SI_F32 momentum_top(int bits) { return bits == 8 ? 494.0f : 254.0f; }
+SI_CONSTANT_FUNCTION SI_F32 root_top(int bits) { return bits == 8 ? 502.0f : 383.0f; }
+
+/// Value that a code stands for, in steps.
+SI_FUNCTION SI_F32 code_value(uint32_t code, int cut, SI_F32 bias) {
+  return SI_FLOAT_OF(kCodeBiasBits | (code << cut)) - bias;
+}
 
 /// A random number below a cut. It is never within 3 of either end: a value that already is on a
 /// code, but for the rounding of its product with 1/step, stays there with certainty.
@@ -227,53 +260,61 @@ SI_CONSTANT(uint32_t, kSmallestGroupBits) = 0x0d800000u;  // 2^-100
 /// The step stored for a group, from the largest (bits & kMagnitudeMask) of its momenta or of its
 /// variances' roots. A group with an infinity or NaN becomes all NaN: broken numbers must not
 /// vanish.
-SI_FUNCTION SI_F32 momentum_step(uint32_t magnitude_bits) {
+SI_FUNCTION SI_F32 momentum_step(int bits, uint32_t magnitude_bits) {
   if (magnitude_bits >= kInfinityBits) return SI_FLOAT_OF(kCanonicalNan);
-  return magnitude_bits < kSmallestGroupBits ? 0.0f : SI_FLOAT_OF(magnitude_bits) / kMomentumTop;
+  return magnitude_bits < kSmallestGroupBits ? 0.0f
+                                             : SI_FLOAT_OF(magnitude_bits) / momentum_top(bits);
 }
-SI_FUNCTION SI_F32 variance_step(uint32_t magnitude_bits) {
+SI_FUNCTION SI_F32 root_step(int bits, uint32_t magnitude_bits) {
   if (magnitude_bits >= kInfinityBits) return SI_FLOAT_OF(kCanonicalNan);
-  return SI_FLOAT_OF(magnitude_bits) / kVarianceTop;
+  return SI_FLOAT_OF(magnitude_bits) / root_top(bits);
 }
 
 /// 1/step for encoding, or 0 for groups that have only zero codes.
 SI_FUNCTION SI_F32 group_inverse(SI_F32 step) { return step > 0 ? 1.0f / step : 0.0f; }
 
 /// One of the two codes around the value, right on average; sign and magnitude. `inverse` is not 0.
-SI_FUNCTION uint8_t encode_momentum(SI_F32 value, SI_F32 inverse, uint32_t random) {
+SI_FUNCTION uint8_t encode_momentum(int bits, SI_F32 value, SI_F32 inverse, uint32_t random) {
   const SI_F32 steps = value * inverse;
   const SI_F32 bias = SI_FLOAT_OF(kCodeBiasBits | (SI_UINT_OF(steps) & kSignBit));
-  const uint32_t bits = SI_UINT_OF(steps + bias) + noise_below(random, kMomentumCut);
-  return (uint8_t)(((bits >> kMomentumCut) & (kMomentumCodes - 1)) |
-                   (bits >> 31 != 0 ? kMomentumCodes : 0u));
+  const int cut = momentum_cut(bits);
+  const uint32_t moved = SI_UINT_OF(steps + bias) + noise_below(random, cut);
+  return (uint8_t)(((moved >> cut) & (momentum_codes(bits) - 1)) |
+                   (moved >> 31 != 0 ? momentum_codes(bits) : 0u));
 }
 
-SI_FUNCTION SI_F32 decode_momentum(uint8_t code, SI_F32 step) {
-  const SI_F32 magnitude = code_value(code & (kMomentumCodes - 1), kMomentumCut) * step;
-  const uint32_t sign = (code & kMomentumCodes) != 0 ? kSignBit : 0u;
+SI_FUNCTION SI_F32 decode_momentum(int bits, uint8_t code, SI_F32 step) {
+  const uint32_t magnitude_code = code & (momentum_codes(bits) - 1);
+  const SI_F32 magnitude = code_value(magnitude_code, momentum_cut(bits), 2.0f) * step;
+  const uint32_t sign = (code & momentum_codes(bits)) != 0 ? kSignBit : 0u;
   return SI_FLOAT_OF(SI_UINT_OF(magnitude) | sign);
 }
 
-/// As above for a variance's root. Only +0 gets code 0: a variance lost while its momentum is not
-/// would make the next weight jump.
-SI_FUNCTION uint8_t encode_root(SI_F32 root, SI_F32 inverse, uint32_t random) {
-  const uint32_t bits = SI_UINT_OF(root * inverse + kCodeBias) + noise_below(random, kVarianceCut);
-  const uint32_t code = (bits >> kVarianceCut) & (kVarianceCodes - 1);
-  return (uint8_t)(code == 0 && SI_UINT_OF(root) != 0 ? 1u : code);
+/// As above for a variance's root. In q8 only +0 gets code 0: a variance lost while its momentum is
+/// not would make the next weight jump. In q4 what is smaller than the smallest code becomes it.
+SI_FUNCTION uint8_t encode_root(int bits, SI_F32 root, SI_F32 inverse, uint32_t random) {
+  const SI_F32 biased = root * inverse + root_bias(bits);
+  const uint32_t least = SI_UINT_OF(biased) < kCodeBiasBits ? kCodeBiasBits : SI_UINT_OF(biased);
+  const int cut = root_cut(bits);
+  const uint32_t code = ((least + noise_below(random, cut)) >> cut) & (root_codes(bits) - 1);
+  return (uint8_t)(bits == 8 && code == 0 && SI_UINT_OF(root) != 0 ? 1u : code);
 }
 
-SI_FUNCTION SI_F32 decode_variance(uint8_t code, SI_F32 step) {
-  const SI_F32 root = code_value(code, kVarianceCut) * step;
+SI_FUNCTION SI_F32 decode_variance(int bits, uint8_t code, SI_F32 step) {
+  const SI_F32 root = code_value(code, root_cut(bits), root_bias(bits)) * step;
   return root * root;
 }
 
-/// Where the code of a group's element lies: in a whole group byte j of 32-bit word w belongs to
-/// element 64 j + w, so that vectors of any length pack and unpack codes by shifts alone. Short
+/// 32-bit words of a whole group's codes. Vectors of any length pack and unpack codes by shifts
+/// alone: the code in the `bits` from bits * j on of word w belongs to element words * j + w. Short
 /// groups, at the end of a plane, are in order.
-SI_CONSTANT(uint32_t, kCodeWords) = 64;
-SI_FUNCTION size_t code_position(size_t lane, size_t group_elements) {
+SI_CONSTANT_FUNCTION uint32_t code_words(int bits) { return kGroupElements / 32 * (uint32_t)bits; }
+
+/// Where the code of a group's element lies, in units of `bits`, the lower half of a byte first.
+SI_FUNCTION size_t code_position(int bits, size_t lane, size_t group_elements) {
   if (group_elements < kGroupElements) return lane;
-  return lane % kCodeWords * 4 + lane / kCodeWords;
+  const size_t words = code_words(bits);
+  return lane % words * (kGroupElements / words) + lane / words;
 }
 
 #if !defined(__OPENCL_C_VERSION__)

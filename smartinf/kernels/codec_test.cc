@@ -17,7 +17,7 @@
 namespace smartinf::kernels {
 namespace {
 
-constexpr size_t kGroup = base::kQ8GroupElements;
+constexpr size_t kGroup = base::kCodeGroupElements;
 
 std::vector<float> coded(const KernelTable& table, Encoding encoding, PlaneKind kind,
                          const std::vector<float>& values, uint64_t step,
@@ -53,14 +53,22 @@ float kept(PlaneKind kind, float value) {
   return kind == PlaneKind::kVariance ? std::sqrt(value) : value;
 }
 
-// A code and its neighbour are apart by the value, its step's two added, over 16 (momentum) or 32
-// (root); a value lies between two codes.
-RC_GTEST_PROP(Q8, ErrorIsBounded, ()) {
+struct Coded {
+  Encoding encoding;
+  int bits;
+};
+constexpr std::array kCoded = {Coded{Encoding::kQ8, 8}, Coded{Encoding::kQ4, 4}};
+
+// A code and its neighbour are apart by the value, its step's bias added, over 16 (momentum) or 32
+// (root) in q8 and 1 or 2 in q4; a value lies between two codes, or below the smallest root of q4.
+RC_GTEST_PROP(Codes, ErrorIsBounded, ()) {
+  const auto [encoding, bits] = *rc::gen::elementOf(kCoded);
   const PlaneKind kind = any_kind();
   const std::vector<float> values = any_plane(kind);
-  const std::vector<float> decoded = coded(scalar(), Encoding::kQ8, kind, values, 3);
-  const float parts = kind == PlaneKind::kVariance ? 32.0f : 16.0f;
-  const float top = kind == PlaneKind::kVariance ? kVarianceTop : kMomentumTop;
+  const std::vector<float> decoded = coded(scalar(), encoding, kind, values, 3);
+  const bool root = kind == PlaneKind::kVariance;
+  const float parts = (bits == 8 ? 16.0f : 1.0f) * (root ? 2.0f : 1.0f);
+  const float top = root ? root_top(bits) : momentum_top(bits);
   for (size_t first = 0; first < values.size(); first += kGroup) {
     const size_t last = std::min(values.size(), first + kGroup);
     float largest = 0;
@@ -68,7 +76,12 @@ RC_GTEST_PROP(Q8, ErrorIsBounded, ()) {
       largest = std::max(largest, std::fabs(kept(kind, values[i])));
     for (size_t i = first; i < last; ++i) {
       const float value = kept(kind, values[i]);
-      const float gap = (std::fabs(value) + 2 * largest / top) / parts;
+      const float step = largest / top;
+      if (root && bits == 4 && value <= step) {
+        RC_ASSERT(std::fabs(kept(kind, decoded[i]) - step) <= 0.001f * step);
+        continue;
+      }
+      const float gap = (std::fabs(value) + 2 * step) / parts;
       RC_ASSERT(std::fabs(kept(kind, decoded[i]) - value) <= gap * 1.001f);
       RC_ASSERT((decoded[i] == 0) <= (value == 0 || kind == PlaneKind::kMomentum));
     }
@@ -84,20 +97,36 @@ RC_GTEST_PROP(Bf16, ErrorIsBounded, ()) {
   }
 }
 
+RC_GTEST_PROP(M24, ErrorIsBounded, ()) {
+  const std::vector<float> values = any_plane(PlaneKind::kMomentum);
+  const std::vector<float> decoded = coded(scalar(), Encoding::kM24, PlaneKind::kMaster, values, 3);
+  for (size_t i = 0; i < values.size(); ++i) {
+    RC_ASSERT(std::fabs(decoded[i] - values[i]) <= std::fabs(values[i]) * 0x1p-15f);
+    RC_ASSERT((std::bit_cast<uint32_t>(decoded[i]) & 0xff) == 0u);
+  }
+}
+
 // A value that is on a code stays on it whatever the random numbers are: converting twice changes
 // nothing, and a state that is not updated does not wander.
 RC_GTEST_PROP(Codec, CodesAreStable, ()) {
-  const PlaneKind kind = any_kind();
-  const Encoding encoding = *rc::gen::element(Encoding::kBf16, Encoding::kQ8);
+  const auto [encoding, kind] = *rc::gen::element(std::pair(Encoding::kBf16, PlaneKind::kMomentum),
+                                                  std::pair(Encoding::kBf16, PlaneKind::kVariance),
+                                                  std::pair(Encoding::kQ8, PlaneKind::kMomentum),
+                                                  std::pair(Encoding::kQ8, PlaneKind::kVariance),
+                                                  std::pair(Encoding::kQ4, PlaneKind::kMomentum),
+                                                  std::pair(Encoding::kQ4, PlaneKind::kVariance),
+                                                  std::pair(Encoding::kBf16, PlaneKind::kMaster),
+                                                  std::pair(Encoding::kM24, PlaneKind::kMaster));
   std::vector<float> values = coded(scalar(), encoding, kind, any_plane(kind), 1);
   for (uint64_t step = 2; step < 6; ++step) {
     std::vector<std::byte> before;
     std::vector<std::byte> after;
     const std::vector<float> once = coded(scalar(), encoding, kind, values, step, &before);
     const std::vector<float> twice = coded(scalar(), encoding, kind, once, step + 77, &after);
-    const size_t codes =
-        base::encoded_bytes(encoding, values.size()) -
-        (encoding == Encoding::kQ8 ? (values.size() + kGroup - 1) / kGroup * 4 : 0);
+    const size_t codes = base::encoded_bytes(encoding, values.size()) -
+                         (encoding == Encoding::kQ8 || encoding == Encoding::kQ4
+                              ? (values.size() + kGroup - 1) / kGroup * 4
+                              : 0);
     for (size_t i = 0; i < codes; ++i) RC_ASSERT(before[i] == after[i]);
     values = twice;
   }
@@ -105,33 +134,43 @@ RC_GTEST_PROP(Codec, CodesAreStable, ()) {
 
 // With the same random number the larger value never gets the smaller code; and the codes
 // themselves stand for ascending numbers.
-RC_GTEST_PROP(Q8, IsMonotone, ()) {
+RC_GTEST_PROP(Codes, AreMonotone, ()) {
+  const int bits = *rc::gen::element(8, 4);
   const auto random = *rc::gen::arbitrary<uint32_t>() >> 17 << 17 | 1u << 16;
   const auto a = static_cast<float>(*rc::gen::inRange(0, 1 << 24)) * 0x1p-24f;
   const auto b = static_cast<float>(*rc::gen::inRange(0, 1 << 24)) * 0x1p-24f;
   const float low = std::min(a, b);
   const float high = std::max(a, b);
-  const float root_step = group_step(PlaneKind::kVariance, std::bit_cast<uint32_t>(1.0f));
-  RC_ASSERT(encode_root(low, 1 / root_step, random) <= encode_root(high, 1 / root_step, random));
-  const float step = group_step(PlaneKind::kMomentum, std::bit_cast<uint32_t>(1.0f));
+  const float root_step = group_step(bits, PlaneKind::kVariance, std::bit_cast<uint32_t>(1.0f));
+  RC_ASSERT(encode_root(bits, low, 1 / root_step, random) <=
+            encode_root(bits, high, 1 / root_step, random));
+  const float step = group_step(bits, PlaneKind::kMomentum, std::bit_cast<uint32_t>(1.0f));
   const auto decoded = [&](float value) {
-    return decode_momentum(encode_momentum(value, 1 / step, random), step);
+    return decode_momentum(bits, encode_momentum(bits, value, 1 / step, random), step);
   };
   RC_ASSERT(decoded(low) <= decoded(high));
   RC_ASSERT(decoded(-high) <= decoded(-low));
   RC_ASSERT(decoded(-high) == -decoded(high));
 }
 
-TEST(Q8, CodesAscend) {
-  for (uint32_t code = 0; code + 1 < kMomentumCodes; ++code) {
-    EXPECT_LT(code_value(code, kMomentumCut), code_value(code + 1, kMomentumCut));
+TEST(Codes, Ascend) {
+  for (const Coded& coded : kCoded) {
+    const int bits = coded.bits;
+    const auto momentum = [&](uint32_t code) { return code_value(code, momentum_cut(bits), 2); };
+    const auto root = [&](uint32_t code) {
+      return code_value(code, root_cut(bits), root_bias(bits));
+    };
+    for (uint32_t code = 0; code + 1 < momentum_codes(bits); ++code) {
+      EXPECT_LT(momentum(code), momentum(code + 1));
+    }
+    for (uint32_t code = 0; code + 1 < root_codes(bits); ++code) {
+      EXPECT_LT(root(code), root(code + 1));
+    }
+    EXPECT_EQ(momentum(0), 0.0f);
+    EXPECT_EQ(root(0), bits == 8 ? 0.0f : 1.0f);
+    EXPECT_EQ(momentum(momentum_codes(bits) - 1), momentum_top(bits));
+    EXPECT_EQ(root(root_codes(bits) - 1), root_top(bits));
   }
-  for (uint32_t code = 0; code + 1 < kVarianceCodes; ++code) {
-    EXPECT_LT(code_value(code, kVarianceCut), code_value(code + 1, kVarianceCut));
-  }
-  EXPECT_EQ(code_value(0, kMomentumCut), 0.0f);
-  EXPECT_EQ(code_value(kMomentumCodes - 1, kMomentumCut), kMomentumTop);
-  EXPECT_EQ(code_value(kVarianceCodes - 1, kVarianceCut), kVarianceTop);
 }
 
 // Momenta and variances of a normal distribution whose scale varies between elements as it does in
@@ -160,6 +199,8 @@ TEST(Codec, RelativeErrorOfAPlane) {
   EXPECT_LT(distance(Encoding::kBf16, PlaneKind::kVariance, variance), 0.004);
   EXPECT_LT(distance(Encoding::kQ8, PlaneKind::kMomentum, momentum), 0.022);
   EXPECT_LT(distance(Encoding::kQ8, PlaneKind::kVariance, variance), 0.012);
+  EXPECT_LT(distance(Encoding::kQ4, PlaneKind::kMomentum, momentum), 0.4);
+  EXPECT_LT(distance(Encoding::kQ4, PlaneKind::kVariance, variance), 0.16);
 }
 
 // The rounding errors of two elements do not go together: over many groups the products of the
@@ -170,11 +211,12 @@ TEST(Codec, ErrorsOfNeighboursAreUncorrelated) {
     double sum = 0;
     double squares = 0;
     for (size_t group = 0; group < groups; ++group) {
-      const RoundingKey key = rounding_key(rounding_seed(3, 5), group * kGroup);
-      for (const PlaneKind kind : {PlaneKind::kMomentum, PlaneKind::kVariance}) {
+      for (const PlaneKind kind :
+           {PlaneKind::kMaster, PlaneKind::kMomentum, PlaneKind::kVariance}) {
+        const Progression numbers = rounding_numbers(kind, rounding_seed(3, 5), group * kGroup);
         for (size_t lane = 0; lane + apart < kGroup; lane += 37) {
-          const double a = random_number(key, kind, lane) * 0x1p-32 - 0.5;
-          const double b = random_number(key, kind, lane + apart) * 0x1p-32 - 0.5;
+          const double a = random_number(numbers, lane) * 0x1p-32 - 0.5;
+          const double b = random_number(numbers, lane + apart) * 0x1p-32 - 0.5;
           sum += a * b;
           squares += a * a * b * b;
         }
@@ -197,7 +239,9 @@ TEST(Codec, LogisticRegressionEndsWhereF32Ends) {
     std::vector<float> scale(kFeatures);
     for (float& weight : truth) weight = normal(random);
     for (float& s : scale) s = std::exp(1.5f * normal(random));
-    std::vector<float> master(kFeatures, 0.0f);
+    std::vector<std::byte> master(
+        base::encoded_bytes(base::plane_encoding(format, PlaneKind::kMaster), kFeatures));
+    std::vector<float> weights(kFeatures, 0.0f);
     std::vector<std::byte> momentum(
         base::encoded_bytes(base::plane_encoding(format, PlaneKind::kMomentum), kFeatures));
     std::vector<std::byte> variance = momentum;
@@ -213,7 +257,7 @@ TEST(Codec, LogisticRegressionEndsWhereF32Ends) {
         for (size_t i = 0; i < kFeatures; ++i) {
           row[i] = scale[i] * normal(random) * 0.05f;
           wanted += truth[i] * row[i] / scale[i] * 4;
-          found += master[i] * row[i];
+          found += weights[i] * row[i];
         }
         const double label = wanted + normal(random) > 0 ? 1 : -1;
         loss += std::log1p(std::exp(-label * found)) / kBatch;
@@ -226,10 +270,12 @@ TEST(Codec, LogisticRegressionEndsWhereF32Ends) {
                             static_cast<uint64_t>(step), 1, 21);
       const ScalarsSpan run{kFeatures, &scalars};
       kernels().update_block(format,
-                             {.planes = {plane_of(master), momentum.data(), variance.data()},
+                             {.planes = {master.data(), momentum.data(), variance.data()},
                               .count = kFeatures,
                               .gradient = gradient.data(),
-                              .gradient_type = DataType::kF32},
+                              .gradient_type = DataType::kF32,
+                              .weights_out = weights.data(),
+                              .weights_type = DataType::kF32},
                              {&run, 1});
     }
     return tail;
@@ -237,12 +283,21 @@ TEST(Codec, LogisticRegressionEndsWhereF32Ends) {
   const double f32 = final_loss(StateFormat::kF32);
   const double bf16 = final_loss(StateFormat::kBf16);
   const double q8 = final_loss(StateFormat::kQ8);
+  const double m24 = final_loss({MomentFormat::kQ8, MasterFormat::kM24});
+  const double q4 = final_loss({MomentFormat::kQ4, MasterFormat::kM24});
+  const double short_master = final_loss({MomentFormat::kQ8, MasterFormat::kBf16});
   RecordProperty("f32", std::to_string(f32));
   RecordProperty("bf16", std::to_string(bf16));
   RecordProperty("q8", std::to_string(q8));
+  RecordProperty("m24+q8", std::to_string(m24));
+  RecordProperty("m24+q4", std::to_string(q4));
+  RecordProperty("bf16+q8", std::to_string(short_master));
   EXPECT_LT(f32, 0.6);  // it learns: from log 2
   EXPECT_NEAR(bf16 / f32, 1, 0.005);
   EXPECT_NEAR(q8 / f32, 1, 0.01);
+  EXPECT_NEAR(m24 / f32, 1, 0.01);
+  EXPECT_NEAR(q4 / f32, 1, 0.08);
+  EXPECT_NEAR(short_master / f32, 1, 0.02);
 }
 
 class Codec : public testing::TestWithParam<PlaneKind> {};
@@ -255,9 +310,12 @@ TEST_P(Codec, StochasticRoundingIsUnbiased) {
   std::vector<float> values(256);
   for (float& value : values) {
     value = spread(random);
-    if (kind == PlaneKind::kMomentum && (random() & 1) != 0) value = -value;
+    if (kind != PlaneKind::kVariance && (random() & 1) != 0) value = -value;
   }
-  for (const Encoding encoding : {Encoding::kBf16, Encoding::kQ8}) {
+  // Roots below the smallest of q4 become it, which is not unbiased.
+  const Encoding smaller = kind == PlaneKind::kMaster ? Encoding::kM24 : Encoding::kQ8;
+  const Encoding smallest = kind == PlaneKind::kMomentum ? Encoding::kQ4 : smaller;
+  for (const Encoding encoding : {Encoding::kBf16, smaller, smallest}) {
     std::vector<std::byte> block(base::encoded_bytes(encoding, values.size()));
     std::vector<float> decoded(values.size());
     std::vector<double> sum(values.size());
@@ -282,10 +340,9 @@ TEST_P(Codec, StochasticRoundingIsUnbiased) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Planes, Codec, testing::Values(PlaneKind::kMomentum, PlaneKind::kVariance),
-                         [](const auto& plane) {
-                           return std::string(base::plane_kind_name(plane.param));
-                         });
+INSTANTIATE_TEST_SUITE_P(
+    Planes, Codec, testing::Values(PlaneKind::kMaster, PlaneKind::kMomentum, PlaneKind::kVariance),
+    [](const auto& plane) { return std::string(base::plane_kind_name(plane.param)); });
 
 TEST(Q8, KeepsZeroAndNeverLosesAVariance) {
   std::vector<float> values(300, 0.0f);
@@ -302,6 +359,21 @@ TEST(Q8, KeepsZeroAndNeverLosesAVariance) {
     if (kind == PlaneKind::kVariance) {
       EXPECT_GT(decoded[7], 0.0f);
     }
+  }
+}
+
+TEST(Q4, KeepsZeroAndLiftsSmallRoots) {
+  std::vector<float> values(300, 0.0f);
+  values[3] = 1.0f;
+  std::vector<std::byte> block(base::encoded_bytes(Encoding::kQ4, values.size()));
+  std::vector<float> decoded(values.size());
+  for (const PlaneKind kind : {PlaneKind::kMomentum, PlaneKind::kVariance}) {
+    scalar().encode_block(Encoding::kQ4, kind, values.data(), block.data(), values.size(), 0, 1, 1);
+    scalar().decode_block(Encoding::kQ4, kind, block.data(), decoded.data(), values.size());
+    EXPECT_NEAR(decoded[3], 1.0f, 1e-6f);
+    const float root = kind == PlaneKind::kVariance ? 1.0f / 383 : 0.0f;
+    EXPECT_NEAR(decoded[0], root * root, 1e-9f);
+    EXPECT_EQ(decoded[299], 0.0f);  // of a group that has nothing else
   }
 }
 

@@ -44,8 +44,7 @@ class Digest {
   uint64_t digest_ = 0;
 };
 
-uint64_t digest_of_updates(const KernelTable& table, StateFormat format,
-                           bool given_squares = false) {
+uint64_t digest_of_updates(const KernelTable& table, StateFormat format, bool given_squares) {
   Digest digest;
   std::vector<RuleOptions> all;
   for (const UpdateRule rule : all_update_rules()) all.push_back({.rule = rule});
@@ -211,16 +210,25 @@ TEST(Digest, IsThatOfX86sScalarTruthOnEveryTarget) {
       std::snprintf(text, sizeof(text), "%016llx", static_cast<unsigned long long>(digest));
       return std::string(text);
     };
-    EXPECT_EQ(hex(digest_of_updates(*table, StateFormat::kF32)), "a39e578522c83114")
+    const auto both = [&](MasterFormat master, MomentFormat moments) {
+      return hex(digest_of_updates(*table, {moments, master}, false)) + " " +
+             hex(digest_of_updates(*table, {moments, master}, true));
+    };
+    EXPECT_EQ(both(MasterFormat::kF32, MomentFormat::kF32), "a39e578522c83114 835b4eb2642fe13b")
         << table->isa();
-    EXPECT_EQ(hex(digest_of_updates(*table, StateFormat::kBf16)), "74d260a8dc85255c")
+    EXPECT_EQ(both(MasterFormat::kF32, MomentFormat::kBf16), "74d260a8dc85255c 91cce9319426f0a0")
         << table->isa();
-    EXPECT_EQ(hex(digest_of_updates(*table, StateFormat::kQ8)), "b18ad3f458c9ba51") << table->isa();
-    EXPECT_EQ(hex(digest_of_updates(*table, StateFormat::kF32, true)), "835b4eb2642fe13b")
+    EXPECT_EQ(both(MasterFormat::kF32, MomentFormat::kQ8), "b18ad3f458c9ba51 260cb3ad229a8a09")
         << table->isa();
-    EXPECT_EQ(hex(digest_of_updates(*table, StateFormat::kBf16, true)), "91cce9319426f0a0")
+    EXPECT_EQ(both(MasterFormat::kM24, MomentFormat::kF32), "6870a0a548c2533b 984fe68ca13b03b2")
         << table->isa();
-    EXPECT_EQ(hex(digest_of_updates(*table, StateFormat::kQ8, true)), "260cb3ad229a8a09")
+    EXPECT_EQ(both(MasterFormat::kM24, MomentFormat::kQ8), "6839fcf6b0f48522 ce5411e0f7180967")
+        << table->isa();
+    EXPECT_EQ(both(MasterFormat::kF32, MomentFormat::kQ4), "6d0c516029e15610 c03810fdbd6fa92b")
+        << table->isa();
+    EXPECT_EQ(both(MasterFormat::kM24, MomentFormat::kQ4), "f0eb216ef14ee0d9 97fdb834a0d5ba66")
+        << table->isa();
+    EXPECT_EQ(both(MasterFormat::kBf16, MomentFormat::kQ8), "b88850c7df185690 3d4d3d564dd4755c")
         << table->isa();
     EXPECT_EQ(hex(digest_of_the_rest(*table)), "139e07b90cf9631d") << table->isa();
     EXPECT_EQ(hex(digest_of_feedback(*table)), "21d8c09d3a5bf859") << table->isa();

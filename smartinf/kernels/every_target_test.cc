@@ -19,7 +19,13 @@ bool same_bits(const float* a, const float* b, size_t n) {
 }
 
 constexpr std::array kTypes = {DataType::kF32, DataType::kBf16, DataType::kF16};
-constexpr std::array kFormats = {StateFormat::kF32, StateFormat::kBf16, StateFormat::kQ8};
+// Every format of moments and of master weights; moments know nothing of the master weights.
+constexpr std::array kFormats = {StateFormat::kF32,
+                                 StateFormat::kBf16,
+                                 StateFormat::kQ8,
+                                 StateFormat{MomentFormat::kF32, MasterFormat::kBf16},
+                                 StateFormat{MomentFormat::kQ8, MasterFormat::kM24},
+                                 StateFormat{MomentFormat::kQ4, MasterFormat::kM24}};
 constexpr size_t kLengthMax = 4 * 16 + 1;  // four of the widest vectors, and one more
 
 /// Numbers as they come, with zeros, denormals, infinities and NaN strewn in.
@@ -159,8 +165,11 @@ TEST_P(EveryTarget, NormsAgree) {
 }
 
 TEST_P(EveryTarget, CodecsAgree) {
-  for (const Encoding encoding : {Encoding::kF32, Encoding::kBf16, Encoding::kQ8}) {
-    for (const PlaneKind kind : {PlaneKind::kMomentum, PlaneKind::kVariance}) {
+  for (const Encoding encoding :
+       {Encoding::kF32, Encoding::kBf16, Encoding::kQ8, Encoding::kM24, Encoding::kQ4}) {
+    const bool of_moments = encoding == Encoding::kQ8 || encoding == Encoding::kQ4;
+    for (const PlaneKind kind : {PlaneKind::kMaster, PlaneKind::kMomentum, PlaneKind::kVariance}) {
+      if (kind == PlaneKind::kMaster ? of_moments : encoding == Encoding::kM24) continue;
       for (const bool wild : {false, true}) {
         for (size_t n = 0; n < 2000; n = n < kLengthMax + 256 ? n + 1 : n + 97) {
           const bool positive = kind == PlaneKind::kVariance && n % 3 != 0;
@@ -305,7 +314,7 @@ TEST_P(EveryTarget, UpdatesAgreeForEveryRuleFormatAndType) {
       for (const DataType gradient_type : kTypes) {
         for (const DataType weights_type : kTypes) {
           const std::string what = std::string(update_rule_name(options.rule)) + " " +
-                                   std::string(base::state_format_name(format)) + " " +
+                                   base::state_format_name(format) + " " +
                                    std::string(base::data_type_name(gradient_type)) + " " +
                                    std::string(base::data_type_name(weights_type));
           for (const Values values : {tame_values, wild_values}) {

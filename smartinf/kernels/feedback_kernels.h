@@ -31,7 +31,7 @@ double sum_in_range(float sum, const base::Bf16* in, size_t n);
 inline constexpr float kSquaresLeast = 1e-28f;
 
 // The new residual is rounded by such groups too.
-static_assert(kSquaresGroup == base::kQ8GroupElements);
+static_assert(kSquaresGroup == base::kCodeGroupElements);
 
 /// Input of ahead(), n elements.
 struct StepAheadPass {

@@ -66,9 +66,9 @@ double residual(const SignsPass& pass, SignsOut& out, size_t n) {
       if (std::signbit(values[i])) out.negative[word] |= bit;
       values[i] -= std::copysign(out.magnitude, values[i]);
     }
-    scalar_tiles().encode_bf16(base::PlaneKind::kMomentum,
-                               rounding_key(out.rounding_seed, out.element + first), values.data(),
-                               reinterpret_cast<uint16_t*>(out.new_residual + first), count);
+    scalar_tiles().encode_bf16(rounding_key(out.rounding_seed, out.element + first).momentum,
+                               values.data(), reinterpret_cast<uint16_t*>(out.new_residual + first),
+                               count);
     squares += scalar_feedback().copy_squares(out.new_residual + first, nullptr, count);
   }
   return squares;

@@ -10,6 +10,8 @@ namespace smartinf::kernels {
 
 using base::DataType;
 using base::Encoding;
+using base::MasterFormat;
+using base::MomentFormat;
 using base::PlaneKind;
 using base::StateFormat;
 

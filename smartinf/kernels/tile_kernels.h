@@ -17,8 +17,8 @@
 
 namespace smartinf::kernels {
 
-/// A tile is a q8 group.
-inline constexpr size_t kTileElements = base::kQ8GroupElements;
+/// A tile is a group of q8 and of q4.
+inline constexpr size_t kTileElements = base::kCodeGroupElements;
 
 /// Elements of one leaf of the norm's tree, and the lanes its squares are added up in.
 inline constexpr size_t kNormLeafElements = 4096;
@@ -31,10 +31,12 @@ struct WholeTiles {
   base::DataType gradient_type = base::DataType::kF32;
   void* weights = nullptr;  // or null
   base::DataType weights_type = base::DataType::kF32;
-  float* master = nullptr;
+  base::MasterFormat master_format = base::MasterFormat::kF32;
+  std::byte* master = nullptr;    // m24: the upper halves
+  uint8_t* master_low = nullptr;  // m24: the bytes below them
   std::byte* momentum = nullptr;  // null when the rule does not keep it
   std::byte* variance = nullptr;
-  float* momentum_steps = nullptr;  // q8: one step a tile
+  float* momentum_steps = nullptr;  // q8 and q4: one step a tile
   float* variance_steps = nullptr;
   const float* squares = nullptr;  // one for each element, or null
   uint64_t element = 0;            // of the first tile in the parameter space
@@ -55,15 +57,18 @@ struct TileKernels {
 
   /// All stages at once, values staying in registers from read to write: the way of nearly all
   /// elements. Null: there is none, and the stages do it one by one. Same bits either way.
-  void (*update_whole_tiles)(base::StateFormat format, const StepScalars& scalars,
+  void (*update_whole_tiles)(base::MomentFormat moments, const StepScalars& scalars,
                              const WholeTiles& tiles);
 
-  void (*encode_bf16)(base::PlaneKind kind, RoundingKey key, const float* in, uint16_t* out,
-                      size_t n);
-  /// Returns the group's step.
-  float (*encode_q8)(base::PlaneKind kind, RoundingKey key, const float* in, uint8_t* out,
+  void (*encode_bf16)(const Progression& numbers, const float* in, uint16_t* out, size_t n);
+  void (*encode_m24)(const Progression& numbers, const float* in, uint16_t* upper, uint8_t* lower,
                      size_t n);
-  void (*decode_q8)(base::PlaneKind kind, float step, const uint8_t* in, float* out, size_t n);
+  void (*decode_m24)(const uint16_t* upper, const uint8_t* lower, float* out, size_t n);
+  /// bits: 8 for q8, 4 for q4. Returns the group's step.
+  float (*encode_codes)(int bits, base::PlaneKind kind, const Progression& numbers, const float* in,
+                        uint8_t* out, size_t n);
+  void (*decode_codes)(int bits, base::PlaneKind kind, float step, const uint8_t* in, float* out,
+                       size_t n);
 
   /// out[i] = in[i] * by.
   void (*multiply)(const float* in, float by, float* out, size_t n);

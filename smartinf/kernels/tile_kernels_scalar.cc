@@ -4,6 +4,7 @@
 #include <bit>
 #include <cstring>
 
+#include "smartinf/base/units.h"
 #include "smartinf/kernels/rules.h"
 #include "smartinf/kernels/tile_kernels.h"
 
@@ -71,13 +72,27 @@ void update(const StepScalars& scalars, const float* gradient, float* master, fl
   }
 }
 
-void encode_bf16(PlaneKind kind, RoundingKey key, const float* in, uint16_t* out, size_t n) {
+void encode_bf16(const Progression& numbers, const float* in, uint16_t* out, size_t n) {
   for (size_t i = 0; i < n; ++i) {
-    out[i] = round_bf16(in[i], random_number(key, kind, i));
+    out[i] = round_bf16(in[i], random_number(numbers, i));
   }
 }
 
-float encode_q8(PlaneKind kind, RoundingKey key, const float* in, uint8_t* out, size_t n) {
+void encode_m24(const Progression& numbers, const float* in, uint16_t* upper, uint8_t* lower,
+                size_t n) {
+  for (size_t i = 0; i < n; ++i) {
+    const uint32_t bits = round_m24(in[i], random_number(numbers, i));
+    upper[i] = static_cast<uint16_t>(bits >> 16);
+    lower[i] = static_cast<uint8_t>(bits >> kM24Cut);
+  }
+}
+
+void decode_m24(const uint16_t* upper, const uint8_t* lower, float* out, size_t n) {
+  for (size_t i = 0; i < n; ++i) out[i] = kernels::decode_m24(upper[i], lower[i]);
+}
+
+float encode_codes(int bits, PlaneKind kind, const Progression& numbers, const float* in,
+                   uint8_t* out, size_t n) {
   const auto kept = [kind](float value) {
     return kind == PlaneKind::kVariance ? std::sqrt(value) : value;
   };
@@ -85,27 +100,26 @@ float encode_q8(PlaneKind kind, RoundingKey key, const float* in, uint8_t* out, 
   for (size_t i = 0; i < n; ++i) {
     largest = std::max(largest, std::bit_cast<uint32_t>(kept(in[i])) & kMagnitudeMask);
   }
-  const float step = group_step(kind, largest);
+  const float step = group_step(bits, kind, largest);
   const float inverse = group_inverse(step);
+  const auto codes_in_byte = static_cast<size_t>(8 / bits);
+  std::fill_n(out, base::divide_up(n, codes_in_byte), uint8_t{0});
+  if (inverse == 0) return step;
   for (size_t i = 0; i < n; ++i) {
-    const uint32_t random = random_number(key, kind, i);
-    uint8_t& code = out[code_position(i, n)];
-    if (inverse == 0) {
-      code = 0;
-    } else if (kind == PlaneKind::kVariance) {
-      code = encode_root(kept(in[i]), inverse, random);
-    } else {
-      code = encode_momentum(kept(in[i]), inverse, random);
-    }
+    const uint32_t random = random_number(numbers, i);
+    const uint8_t code = kind == PlaneKind::kVariance
+                             ? encode_root(bits, kept(in[i]), inverse, random)
+                             : encode_momentum(bits, in[i], inverse, random);
+    const size_t position = code_position(bits, i, n);
+    out[position / codes_in_byte] |=
+        static_cast<uint8_t>(code << (static_cast<size_t>(bits) * (position % codes_in_byte)));
   }
   return step;
 }
 
-void decode_q8(PlaneKind kind, float step, const uint8_t* in, float* out, size_t n) {
+void decode_codes(int bits, PlaneKind kind, float step, const uint8_t* in, float* out, size_t n) {
   for (size_t i = 0; i < n; ++i) {
-    const uint8_t code = in[code_position(i, n)];
-    out[i] =
-        kind == PlaneKind::kVariance ? decode_variance(code, step) : decode_momentum(code, step);
+    out[i] = decode_code(bits, kind, code_at(bits, in, code_position(bits, i, n)), step);
   }
 }
 
@@ -140,8 +154,10 @@ const TileKernels& scalar_tiles() {
                                   .update = update,
                                   .update_whole_tiles = nullptr,
                                   .encode_bf16 = encode_bf16,
-                                  .encode_q8 = encode_q8,
-                                  .decode_q8 = decode_q8,
+                                  .encode_m24 = encode_m24,
+                                  .decode_m24 = decode_m24,
+                                  .encode_codes = encode_codes,
+                                  .decode_codes = decode_codes,
                                   .multiply = multiply,
                                   .leaf_squares = leaf_squares,
                                   .selection = scalar_selection(),

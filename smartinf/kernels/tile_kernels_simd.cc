@@ -1,5 +1,5 @@
 // Every tile stage as one Highway body, compiled once for each instruction set; most of it is in
-// casts-inl.h, rules-inl.h, q8-inl.h and whole_tiles-inl.h. The operations and their order are
+// casts-inl.h, rules-inl.h, codecs-inl.h and whole_tiles-inl.h. The operations and their order are
 // those of rules.h and state_codec.h, and no product is fused with a sum, so that all sets give the
 // bits of the scalar truth. Elements that do not fill a vector go through the scalar truth itself.
 #include "smartinf/kernels/tile_kernels_simd.h"
@@ -72,8 +72,10 @@ TileKernels tiles() {
           .update = update,
           .update_whole_tiles = update_whole_tiles,
           .encode_bf16 = encode_bf16,
-          .encode_q8 = encode_q8,
-          .decode_q8 = decode_q8,
+          .encode_m24 = encode_m24,
+          .decode_m24 = decode_m24,
+          .encode_codes = encode_codes,
+          .decode_codes = decode_codes,
           .multiply = multiply,
           .leaf_squares = leaf_squares,
           .selection = selection_kernels(),

@@ -16,12 +16,9 @@ using base::DataType;
 using base::Encoding;
 using base::PlaneKind;
 
-/// Where a block of an encoded plane keeps its q8 scales: behind the codes, on 4 bytes.
-float* q8_scales(std::byte* block, size_t count) {
-  return reinterpret_cast<float*>(block + base::round_up(count, 4));
-}
-const float* q8_scales(const std::byte* block, size_t count) {
-  return reinterpret_cast<const float*>(block + base::round_up(count, 4));
+/// Bits of a code of a tile with a scale, or 0 where there are none.
+constexpr int code_bits(Encoding encoding) {
+  return encoding == Encoding::kQ8 ? 8 : encoding == Encoding::kQ4 ? 4 : 0;
 }
 
 /// One plane while its tiles pass by: f32 planes are worked on in place, others through `scratch`.
@@ -37,45 +34,78 @@ class PlaneTile {
         block_count_(block_count) {}
 
   bool present() const { return block_ != nullptr; }
+  bool in_place() const { return encoding_ == Encoding::kF32; }
 
-  /// Where a tile's codes and its q8 step lie; null for a plane the rule does not keep.
+  /// Where a tile's codes, its step and the lower bytes of its m24 lie; null for a plane the rule
+  /// does not keep. Steps lie behind the block's codes.
   std::byte* codes(size_t first) const {
-    const size_t width = encoding_ == Encoding::kF32 ? 4 : encoding_ == Encoding::kBf16 ? 2 : 1;
-    return present() ? block_ + first * width : nullptr;
+    const auto bits = static_cast<size_t>(code_bits(encoding_));
+    const size_t width = encoding_ == Encoding::kF32 ? 32 : bits != 0 ? bits : 16;
+    return present() ? block_ + first * width / 8 : nullptr;
   }
   float* steps(size_t first) const {
-    if (!present() || encoding_ != Encoding::kQ8) return nullptr;
-    return q8_scales(block_, block_count_) + first / kTileElements;
+    if (!present() || code_bits(encoding_) == 0) return nullptr;
+    return reinterpret_cast<float*>(block_ + base::code_bytes(encoding_, block_count_)) +
+           first / kTileElements;
+  }
+  uint8_t* low_bytes(size_t first) const {
+    if (encoding_ != Encoding::kM24) return nullptr;
+    return reinterpret_cast<uint8_t*>(block_) + block_count_ * sizeof(uint16_t) + first;
   }
 
   /// The tile's values as f32, to be changed in place.
   float* load(size_t first, size_t count) {
-    switch (encoding_) {
-      case Encoding::kF32:
-        return reinterpret_cast<float*>(block_) + first;
-      case Encoding::kBf16:
-        tiles_->widen(reinterpret_cast<const uint16_t*>(block_) + first, DataType::kBf16,
-                      scratch_.data(), count);
-        break;
-      case Encoding::kQ8:
-        tiles_->decode_q8(kind_, q8_scales(block_, block_count_)[first / kTileElements],
-                          reinterpret_cast<const uint8_t*>(block_) + first, scratch_.data(), count);
-        break;
-    }
+    if (in_place()) return reinterpret_cast<float*>(block_) + first;
+    decode(first, count, scratch_.data());
     return scratch_.data();
   }
+  void store(size_t first, size_t count, uint64_t step_seed, uint64_t element) {
+    if (!in_place()) encode(first, count, step_seed, element, scratch_.data());
+  }
 
-  void store(size_t first, size_t count, RoundingKey key) {
+  /// The tile that begins at element `first` of the block.
+  void decode(size_t first, size_t count, float* out) const {
+    switch (encoding_) {
+      case Encoding::kF32:
+        tiles_->widen(reinterpret_cast<const float*>(block_) + first, DataType::kF32, out, count);
+        break;
+      case Encoding::kBf16:
+        tiles_->widen(reinterpret_cast<const uint16_t*>(block_) + first, DataType::kBf16, out,
+                      count);
+        break;
+      case Encoding::kM24:
+        tiles_->decode_m24(reinterpret_cast<const uint16_t*>(block_) + first, low_bytes(first), out,
+                           count);
+        break;
+      case Encoding::kQ8:
+      case Encoding::kQ4:
+        tiles_->decode_codes(code_bits(encoding_), kind_, *steps(first),
+                             reinterpret_cast<const uint8_t*>(codes(first)), out, count);
+        break;
+    }
+  }
+  /// element: of the tile's first one in the parameter space.
+  void encode(size_t first, size_t count, uint64_t step_seed, uint64_t element,
+              const float* in) const {
+    if (in_place()) {
+      tiles_->narrow(in, reinterpret_cast<float*>(block_) + first, DataType::kF32, count);
+      return;
+    }
+    const Progression numbers = rounding_numbers(kind_, step_seed, element);
     switch (encoding_) {
       case Encoding::kF32:
         break;
       case Encoding::kBf16:
-        tiles_->encode_bf16(kind_, key, scratch_.data(),
-                            reinterpret_cast<uint16_t*>(block_) + first, count);
+        tiles_->encode_bf16(numbers, in, reinterpret_cast<uint16_t*>(block_) + first, count);
+        break;
+      case Encoding::kM24:
+        tiles_->encode_m24(numbers, in, reinterpret_cast<uint16_t*>(block_) + first,
+                           low_bytes(first), count);
         break;
       case Encoding::kQ8:
-        q8_scales(block_, block_count_)[first / kTileElements] = tiles_->encode_q8(
-            kind_, key, scratch_.data(), reinterpret_cast<uint8_t*>(block_) + first, count);
+      case Encoding::kQ4:
+        *steps(first) = tiles_->encode_codes(code_bits(encoding_), kind_, numbers, in,
+                                             reinterpret_cast<uint8_t*>(codes(first)), count);
         break;
     }
   }
@@ -163,11 +193,12 @@ class BlockUpdate {
         format_(format),
         block_(block),
         squares_(tiles, block.second_moment),
-        step_seed_(rounding_seed(scalars.seed, scalars.step)),
-        master_(reinterpret_cast<float*>(block.planes[0])) {
+        step_seed_(rounding_seed(scalars.seed, scalars.step)) {
     const std::span<const PlaneKind> kinds = rule_planes(scalars.rule);
-    for (size_t i = 1; i < kinds.size(); ++i) {
-      PlaneTile& tile = kinds[i] == PlaneKind::kMomentum ? momentum_ : variance_;
+    for (size_t i = 0; i < kinds.size(); ++i) {
+      PlaneTile& tile = kinds[i] == PlaneKind::kMaster     ? master_
+                        : kinds[i] == PlaneKind::kMomentum ? momentum_
+                                                           : variance_;
       tile = PlaneTile(tiles, base::plane_encoding(format, kinds[i]), kinds[i], block.planes[i],
                        block.count);
     }
@@ -199,7 +230,7 @@ class BlockUpdate {
       tiles_.widen(gradient_at(first), block_.gradient_type, wide_gradient.data(), count);
       gradient = wide_gradient.data();
     }
-    float* master = master_ + first;
+    float* master = master_.load(first, count);
     float* momentum = momentum_.present() ? momentum_.load(first, count) : nullptr;
     float* variance = variance_.present() ? variance_.load(first, count) : nullptr;
     std::array<float, kTileElements> own_squares;
@@ -220,29 +251,36 @@ class BlockUpdate {
       done += piece;
       cursor.advance(piece);
     }
-    if (format_ != base::StateFormat::kF32) {
-      const RoundingKey key = rounding_key(step_seed_, block_.element + first);
-      if (momentum_.present()) momentum_.store(first, count, key);
-      if (variance_.present()) variance_.store(first, count, key);
-    }
+    const uint64_t element = block_.element + first;
+    master_.store(first, count, step_seed_, element);
+    if (momentum_.present()) momentum_.store(first, count, step_seed_, element);
+    if (variance_.present()) variance_.store(first, count, step_seed_, element);
     weights_of(first, count);
   }
 
  private:
-  void weights_of(size_t first, size_t count) const {
+  /// Of master weights as they are stored, from the beginning of a tile on.
+  void weights_of(size_t first, size_t count) {
     if (block_.weights_out == nullptr) return;
-    tiles_.narrow(master_ + first, weights_at(first), block_.weights_type, count);
+    const size_t at_once = master_.in_place() ? count : kTileElements;
+    for (size_t done = 0; done < count; done += at_once) {
+      const size_t some = std::min(at_once, count - done);
+      tiles_.narrow(master_.load(first + done, some), weights_at(first + done), block_.weights_type,
+                    some);
+    }
   }
 
   void some_tiles(size_t first, size_t count, const StepScalars& scalars,
                   const float* squares) const {
-    tiles_.update_whole_tiles(format_, scalars,
+    tiles_.update_whole_tiles(format_.moments, scalars,
                               {.count = count,
                                .gradient = gradient_at(first),
                                .gradient_type = block_.gradient_type,
                                .weights = weights_at(first),
                                .weights_type = block_.weights_type,
-                               .master = master_ + first,
+                               .master_format = format_.master,
+                               .master = master_.codes(first),
+                               .master_low = master_.low_bytes(first),
                                .momentum = momentum_.codes(first),
                                .variance = variance_.codes(first),
                                .momentum_steps = momentum_.steps(first),
@@ -265,7 +303,7 @@ class BlockUpdate {
   const UpdateBlock& block_;
   SquaresCursor squares_;
   uint64_t step_seed_;
-  float* master_;
+  PlaneTile master_;
   PlaneTile momentum_;
   PlaneTile variance_;
 };
@@ -327,42 +365,25 @@ KernelTable::Norm KernelTable::partial_norm(const void* in, DataType type, size_
 
 void KernelTable::decode_block(Encoding encoding, PlaneKind kind, const std::byte* in, float* out,
                                size_t n) const {
-  switch (encoding) {
-    case Encoding::kF32:
-      tiles_.widen(in, DataType::kF32, out, n);
-      return;
-    case Encoding::kBf16:
-      tiles_.widen(in, DataType::kBf16, out, n);
-      return;
-    case Encoding::kQ8:
-      for (size_t first = 0; first < n; first += kTileElements) {
-        tiles_.decode_q8(kind, q8_scales(in, n)[first / kTileElements],
-                         reinterpret_cast<const uint8_t*>(in) + first, out + first,
-                         std::min(kTileElements, n - first));
-      }
-      return;
+  // It reads only.
+  const PlaneTile plane(tiles_, encoding, kind, const_cast<std::byte*>(in), n);
+  for (size_t first = 0; first < n; first += kTileElements) {
+    plane.decode(first, std::min(kTileElements, n - first), out + first);
   }
 }
 
 void KernelTable::encode_block(Encoding encoding, PlaneKind kind, const float* in, std::byte* out,
                                size_t n, uint64_t element, uint64_t step, uint64_t seed) const {
   SI_CHECK(element % kTileElements == 0, "blocks start on a rounding group");
-  if (encoding == Encoding::kF32) {
-    tiles_.narrow(in, out, DataType::kF32, n);
-    return;
-  }
   const uint64_t step_seed = rounding_seed(seed, step);
   // The padding between codes and scales takes part in the checksum.
-  if (encoding == Encoding::kQ8) std::fill(out + n, out + base::round_up(n, 4), std::byte{0});
+  if (const auto bits = static_cast<uint64_t>(code_bits(encoding)); bits != 0) {
+    std::fill(out + base::divide_up(n * bits, 8), out + base::code_bytes(encoding, n),
+              std::byte{0});
+  }
+  const PlaneTile plane(tiles_, encoding, kind, out, n);
   for (size_t first = 0; first < n; first += kTileElements) {
-    const size_t count = std::min(kTileElements, n - first);
-    const RoundingKey key = rounding_key(step_seed, element + first);
-    if (encoding == Encoding::kBf16) {
-      tiles_.encode_bf16(kind, key, in + first, reinterpret_cast<uint16_t*>(out) + first, count);
-    } else {
-      q8_scales(out, n)[first / kTileElements] =
-          tiles_.encode_q8(kind, key, in + first, reinterpret_cast<uint8_t*>(out) + first, count);
-    }
+    plane.encode(first, std::min(kTileElements, n - first), step_seed, element + first, in + first);
   }
 }
 

@@ -116,7 +116,8 @@ TEST(UpdateBlock, SkippedRunsKeepTheirBits) {
   const StepScalars on = make_step_scalars(options, {.lr = 1}, 3, 1, 0);
   const StepScalars off = make_step_scalars(options, {.lr = 1, .skip = true}, 3, 1, 0);
   const size_t n = 1024;
-  for (const StateFormat format : {StateFormat::kF32, StateFormat::kBf16, StateFormat::kQ8}) {
+  for (const StateFormat format :
+       {StateFormat::kF32, StateFormat::kBf16, StateFormat::kQ8, StateFormat{MomentFormat::kQ4}}) {
     std::vector<float> master(n, 3.0f);
     std::vector<std::byte> momentum(base::encoded_bytes(Encoding::kF32, n), std::byte{0x11});
     std::vector<std::byte> variance = momentum;
@@ -131,19 +132,101 @@ TEST(UpdateBlock, SkippedRunsKeepTheirBits) {
                            .weights_out = weights.data(),
                            .weights_type = DataType::kF32},
                           runs);
-    const uint64_t width = base::encoded_bytes(plane_encoding(format, PlaneKind::kMomentum), 4) / 4;
-    const uint64_t element_bytes = format == StateFormat::kQ8 ? 1 : width;
+    const uint64_t tile_bytes =
+        base::encoded_bytes(plane_encoding(format, PlaneKind::kMomentum), 1024) / 1024 * 256;
+    const uint64_t coded = format.moments == MomentFormat::kQ4 ? 128 : tile_bytes;
     for (size_t i = 0; i < n; ++i) {
       const bool skipped = i >= 256 && i < 768;
       ASSERT_EQ(weights[i], master[i]);
       ASSERT_EQ(master[i] == 3.0f, skipped) << i;
-      if (!skipped) continue;
-      for (size_t byte = i * element_bytes; byte < (i + 1) * element_bytes; ++byte) {
-        ASSERT_EQ(momentum[byte], std::byte{0x11}) << i;
-        ASSERT_EQ(variance[byte], std::byte{0x11}) << i;
+    }
+    for (size_t byte = coded; byte < 3 * coded; ++byte) {
+      ASSERT_EQ(momentum[byte], std::byte{0x11}) << byte;
+      ASSERT_EQ(variance[byte], std::byte{0x11}) << byte;
+    }
+  }
+}
+
+/// A state of any format after some steps, in blocks that begin at multiples of `cut`.
+struct Trained {
+  std::vector<std::vector<float>> planes;
+  std::vector<float> weights;
+};
+Trained train(const KernelTable& table, StateFormat format, size_t n, size_t cut) {
+  const std::span<const PlaneKind> kinds = rule_planes(UpdateRule::kAdamW);
+  std::mt19937 random(3);
+  std::normal_distribution<float> normal(0, 1);
+  std::vector<float> gradient(n);
+  for (float& value : gradient) value = normal(random);
+  Trained trained{{kinds.size(), std::vector<float>(n)}, std::vector<float>(n)};
+  for (float& value : trained.planes[0]) value = normal(random);
+  for (size_t first = 0; first < n; first += cut) {
+    const size_t count = std::min(cut, n - first);
+    std::vector<std::vector<std::byte>> planes;
+    UpdateBlock block{.count = count,
+                      .element = 512 + first,
+                      .gradient = gradient.data() + first,
+                      .gradient_type = DataType::kF32,
+                      .weights_out = trained.weights.data() + first,
+                      .weights_type = DataType::kF32};
+    for (size_t i = 0; i < kinds.size(); ++i) {
+      const Encoding encoding = base::plane_encoding(format, kinds[i]);
+      planes.emplace_back(base::encoded_bytes(encoding, count));
+      table.encode_block(encoding, kinds[i], trained.planes[i].data() + first, planes[i].data(),
+                         count, block.element, 0, 9);
+      block.planes[i] = planes[i].data();
+    }
+    for (uint64_t step = 1; step <= 3; ++step) {
+      const StepScalars on = make_step_scalars({}, {.lr = 1e-3}, step, 1, 9);
+      const StepScalars off = make_step_scalars({}, {.lr = 1e-3, .skip = true}, step, 1, 9);
+      // Elements from 300 on change in the first step only.
+      const uint64_t changing = first < 300 ? std::min<uint64_t>(count, 300 - first) : 0;
+      const std::array runs = {ScalarsSpan{changing, &on},
+                               ScalarsSpan{count - changing, step == 1 ? &on : &off}};
+      table.update_block(format, block, runs);
+    }
+    for (size_t i = 0; i < kinds.size(); ++i) {
+      table.decode_block(base::plane_encoding(format, kinds[i]), kinds[i], planes[i].data(),
+                         trained.planes[i].data() + first, count);
+    }
+  }
+  return trained;
+}
+
+// New weights are the master weights as stored, rounded, also of elements that a step leaves alone:
+// who goes on from the state has the weights of who did not stop. And rounding knows an element by
+// its place in the parameter space, not by its block.
+TEST(UpdateBlock, WeightsAreTheStoredMastersWhereverBlocksBegin) {
+  const size_t n = 20 * kTileElements + 77;
+  for (const MasterFormat master : {MasterFormat::kF32, MasterFormat::kM24, MasterFormat::kBf16}) {
+    for (const MomentFormat moments :
+         {MomentFormat::kF32, MomentFormat::kBf16, MomentFormat::kQ8, MomentFormat::kQ4}) {
+      const StateFormat format{moments, master};
+      for (const KernelTable* table : supported_tables()) {
+        const Trained whole = train(*table, format, n, n);
+        EXPECT_EQ(whole.weights, whole.planes[0])
+            << table->isa() << " " << state_format_name(format);
+        const Trained cut = train(*table, format, n, 3 * kTileElements);
+        EXPECT_EQ(cut.weights, whole.weights) << table->isa() << " " << state_format_name(format);
+        EXPECT_EQ(cut.planes, whole.planes) << table->isa() << " " << state_format_name(format);
       }
     }
   }
+}
+
+TEST(M24, KeepsTheUpper24BitsAndWhatIsNoNumber) {
+  const auto stored = [](float value, uint32_t random) { return round_m24(value, random); };
+  const uint32_t most = 0xffffffffu;
+  for (const uint32_t bits :
+       {0u, 0x80000000u, 0x3f800000u, 0x00000100u, 0x7f800000u, 0xff800000u}) {
+    EXPECT_EQ(stored(std::bit_cast<float>(bits), most), bits) << std::hex << bits;
+  }
+  EXPECT_EQ(stored(std::bit_cast<float>(0x3f800001u), most), 0x3f800100u);
+  EXPECT_EQ(stored(std::bit_cast<float>(0x3f800001u), 0), 0x3f800000u);
+  EXPECT_EQ(stored(std::bit_cast<float>(0x00000001u), most), 0x00000100u);  // denormal
+  EXPECT_EQ(stored(std::bit_cast<float>(0x7f7fff01u), most), 0x7f800000u);  // as bf16 does
+  EXPECT_EQ(stored(std::bit_cast<float>(0xffc12345u), most), kCanonicalNan);
+  EXPECT_EQ(std::bit_cast<uint32_t>(decode_m24(0xbf81, 0x23)), 0xbf812300u);
 }
 
 TEST(PartialNorm, AddsSquaresAndFindsTheFirstBad) {

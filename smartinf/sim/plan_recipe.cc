@@ -140,10 +140,11 @@ Result<std::string> plan_recipe(const Plan& plan) {
       keys ? "tokens.bin" : "chats.jsonl", model.sequence,
       best.options.value_bytes == 4 ? "f32" : "bf16", model.batch, best.options.accumulation,
       limits_text(plan.machine, best.options), plan.use.recompute ? "recompute" : "keep");
-  text += fmt::format("[optimizer]\nwhere = \"{}\"\nrule = \"{}\"\nformat = \"{}\"\n",
-                      best.options.method == Method::kBaseline ? "host" : "device",
-                      kernels::update_rule_name(best.options.rule),
-                      base::state_format_name(best.options.format));
+  text += fmt::format(
+      "[optimizer]\nwhere = \"{}\"\nrule = \"{}\"\nformat = \"{}\"\nmaster = \"{}\"\n",
+      best.options.method == Method::kBaseline ? "host" : "device",
+      kernels::update_rule_name(best.options.rule), base::enum_name(best.options.format.moments),
+      base::enum_name(best.options.format.master));
   if (plan.overlap_asked) {
     text += fmt::format("overlap = \"{}\"\n", base::enum_name(best.options.overlap));
   }

@@ -207,7 +207,10 @@ class Planner {
     SI_RETURN_IF_ERROR(try_option(Method::kBaseline, StateFormat::kF32));
     if (plan_.machine.can_update()) {
       SI_RETURN_IF_ERROR(try_option(Method::kSmart, StateFormat::kF32));
-      for (const StateFormat format : {StateFormat::kF32, StateFormat::kBf16, StateFormat::kQ8}) {
+      const StateFormat smaller{base::MomentFormat::kQ8, base::MasterFormat::kM24};
+      const StateFormat smallest{base::MomentFormat::kQ4, base::MasterFormat::kM24};
+      for (const StateFormat format :
+           {StateFormat::kF32, StateFormat::kBf16, StateFormat::kQ8, smaller, smallest}) {
         SI_RETURN_IF_ERROR(try_option(Method::kSmartOver, format));
       }
     }

@@ -447,6 +447,9 @@ TEST(Step, SmallerStatesAndGradientsTakeLessTime) {
   EXPECT_EQ(state_bytes_per_parameter(UpdateRule::kAdamW, base::StateFormat::kF32), 12);
   EXPECT_EQ(state_bytes_per_parameter(UpdateRule::kAdamW, base::StateFormat::kBf16), 8);
   EXPECT_NEAR(state_bytes_per_parameter(UpdateRule::kAdamW, base::StateFormat::kQ8), 6.03, 0.01);
+  EXPECT_NEAR(state_bytes_per_parameter(UpdateRule::kAdamW,
+                                        {base::MomentFormat::kQ8, base::MasterFormat::kM24}),
+              5.03, 0.01);
   options = {};
   options.method = Method::kSmartComp;
   double before = 0;

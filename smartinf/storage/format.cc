@@ -219,7 +219,8 @@ std::vector<std::byte> encode_layout(const StoreLayout& layout) {
   header.bytes =
       sizeof(header) + header.subgroup_count * sizeof(LayoutSubgroup) + header.description_bytes;
   header.plane_count = static_cast<uint32_t>(layout.planes.size());
-  header.state_format = static_cast<uint16_t>(layout.format);
+  header.moment_format = static_cast<uint8_t>(layout.format.moments);
+  header.master_format = static_cast<uint8_t>(layout.format.master);
   header.checksum_kind = static_cast<uint16_t>(layout.checksum_kind);
   header.gradient_spill_bytes = layout.gradient_spill_bytes;
   header.block_elements = static_cast<uint32_t>(base::kBlockElements);
@@ -257,7 +258,8 @@ Result<StoreLayout> parse_layout(std::span<const std::byte> bytes, const Superbl
   if (header.subgroup_count > kSubgroupsMax || header.description_bytes > kDescriptionBytesMax ||
       header.bytes != sizeof(LayoutHeader) + header.subgroup_count * sizeof(LayoutSubgroup) +
                           header.description_bytes ||
-      header.plane_count > kPlanesMax || header.state_format > 2 ||
+      header.plane_count > kPlanesMax || header.moment_format >= base::kMomentFormatNames.size() ||
+      header.master_format >= base::kMasterFormatNames.size() ||
       header.block_elements != base::kBlockElements) {
     return corrupt("the layout record contradicts itself");
   }
@@ -269,8 +271,9 @@ Result<StoreLayout> parse_layout(std::span<const std::byte> bytes, const Superbl
         "Use the smartinf that wrote the state, or a newer one.");
   }
   StoreLayout layout;
-  layout.format = static_cast<base::StateFormat>(header.state_format);
-  if (layout.format == base::StateFormat::kQ8 && superblock.version < kQ8CodesSince) {
+  layout.format = {static_cast<base::MomentFormat>(header.moment_format),
+                   static_cast<base::MasterFormat>(header.master_format)};
+  if (layout.format.moments == base::MomentFormat::kQ8 && superblock.version < kQ8CodesSince) {
     return Status(
         ErrorCode::kMismatch,
         fmt::format("the q8 state is of format version {}; its codes have changed in version {}",

@@ -35,10 +35,14 @@ static_assert(std::endian::native == std::endian::little,
 /// 2: Superblock::copied_step; other codes in q8 planes, so that q8 state is read by 2 and later
 /// only,
 ///    and that of version 1 is refused.
-inline constexpr uint32_t kFormatVersion = 2;
+/// 3: master weights other than f32, and moments in q4, which are read by 3 and later only.
+inline constexpr uint32_t kFormatVersion = 3;
 inline constexpr uint32_t kQ8CodesSince = 2;
+inline constexpr uint32_t kPairsSince = 3;
 constexpr uint32_t readable_since(base::StateFormat format) {
-  return format == base::StateFormat::kQ8 ? kQ8CodesSince : 1;
+  if (format.master != base::MasterFormat::kF32) return kPairsSince;
+  if (format.moments == base::MomentFormat::kQ4) return kPairsSince;
+  return format.moments == base::MomentFormat::kQ8 ? kQ8CodesSince : 1;
 }
 
 /// "SMRTINFS" and so on: a file that is something else is recognised before any number is believed.
@@ -132,7 +136,8 @@ struct LayoutHeader {
   uint64_t subgroup_count;
   uint64_t description_bytes;
   uint32_t plane_count;
-  uint16_t state_format;          // base::StateFormat: how the planes are to be decoded
+  uint8_t moment_format;          // base::MomentFormat: how the planes are to be decoded
+  uint8_t master_format;          // base::MasterFormat
   uint16_t checksum_kind;         // ChecksumKind: of the blocks
   uint32_t gradient_spill_bytes;  // per element
   uint32_t block_elements;        // kBlockElements: checksums cover blocks of so many elements

@@ -15,6 +15,8 @@ using base::ErrorCode;
 using base::PlaneKind;
 using base::SubgroupId;
 
+constexpr base::StateFormat kM24Q8{base::MomentFormat::kQ8, base::MasterFormat::kM24};
+
 StoreLayout layout_of(base::StateFormat format) {
   StoreLayout layout;
   layout.run = make_run_id();
@@ -74,7 +76,7 @@ TEST(SuperblockBytes, CountsBeyondAllBoundsAreNotBelieved) {
 
 TEST(Geometry, NothingOverlapsAndEverythingIsAligned) {
   for (const auto format :
-       {base::StateFormat::kF32, base::StateFormat::kBf16, base::StateFormat::kQ8}) {
+       {base::StateFormat::kF32, base::StateFormat::kBf16, base::StateFormat::kQ8, kM24Q8}) {
     for (const uint32_t slots : {1u, 2u}) {
       const StoreLayout layout = layout_of(format);
       const auto geometry = Geometry::make(layout, slots);
@@ -208,6 +210,18 @@ TEST(Layouts, Q8CodesOfAnEarlierVersionAreRefused) {
   }
 }
 
+// As versions 1 and 2 wrote it: the upper byte of the format was 0.
+TEST(Layouts, FormatsOfEarlierVersionsAreRead) {
+  const StoreLayout layout = layout_of(base::StateFormat::kQ8);
+  const std::vector<std::byte> bytes = encode_layout(layout);
+  uint16_t format = 0;
+  std::memcpy(&format, bytes.data() + offsetof(LayoutHeader, moment_format), sizeof(format));
+  EXPECT_EQ(format, 2u);
+  EXPECT_EQ(readable_since(base::StateFormat::kF32), 1u);
+  EXPECT_EQ(readable_since(base::StateFormat::kQ8), 2u);
+  EXPECT_EQ(readable_since(kM24Q8), 3u);
+}
+
 TEST(Layouts, ChecksumsOfAnUnknownKindAreRefused) {
   StoreLayout layout = layout_of(base::StateFormat::kF32);
   layout.checksum_kind = static_cast<ChecksumKind>(7);
@@ -218,7 +232,7 @@ TEST(Layouts, ChecksumsOfAnUnknownKindAreRefused) {
 }
 
 TEST(Layouts, ComeBackAndEveryFlippedBitIsFound) {
-  const StoreLayout layout = layout_of(base::StateFormat::kQ8);
+  const StoreLayout layout = layout_of(kM24Q8);
   const Superblock superblock = superblock_of(layout, *Geometry::make(layout, 2));
   std::vector<std::byte> bytes = encode_layout(layout);
   const auto back = parse_layout(bytes, superblock);

@@ -95,6 +95,15 @@ inline std::vector<Kind> kinds() {
   });
   add("bf16_state", [](Kind& k) { k.format = StateFormat::kBf16; });
   add("q8_state", [](Kind& k) { k.format = StateFormat::kQ8; });
+  add("m24_q4_spilled_half_in_memory", [](Kind& k) {
+    k.format = {base::MomentFormat::kQ4, base::MasterFormat::kM24};
+    k.spill = true;
+    k.cached = 3;
+  });
+  add("bf16_master_f32_both_ways", [](Kind& k) {
+    k.format.master = base::MasterFormat::kBf16;
+    k.gradient_type = k.weights_type = DataType::kF32;
+  });
   add("no_checksums", [](Kind& k) { k.checksums = false; });
   add("scratch", [](Kind& k) { k.durability = storage::Durability::kNone; });
   add("f32_both_ways", [](Kind& k) { k.gradient_type = k.weights_type = DataType::kF32; });
@@ -168,6 +177,10 @@ inline std::vector<Kind> kinds() {
     k.format = StateFormat::kQ8;
     k.cached = 3;
   });
+  add("remote_m24_q4", [](Kind& k) {
+    k.remote = true;
+    k.format = {base::MomentFormat::kQ4, base::MasterFormat::kM24};
+  });
   add("remote_scratch_f32_both_ways", [](Kind& k) {
     k.remote = true;
     k.durability = storage::Durability::kNone;
@@ -191,6 +204,7 @@ inline std::vector<Kind> kinds() {
                                            "one_thread",
                                            "other_processor",
                                            "q8_state",
+                                           "bf16_master_f32_both_ways",
                                            "no_checksums",
                                            "f32_both_ways",
                                            "spilled_q8_naive",
@@ -217,8 +231,8 @@ inline std::vector<Kind> opencl_kinds(std::initializer_list<std::string_view> na
     all.push_back(kind);
   };
   add("opencl", [](Kind&) {});
-  add("opencl_q8_copied_spilled", [](Kind& k) {
-    k.format = StateFormat::kQ8;
+  add("opencl_bf16_q8_copied_spilled", [](Kind& k) {
+    k.format = {base::MomentFormat::kQ8, base::MasterFormat::kBf16};
     k.opencl_memory = OpenClMemory::kCopied;
     k.spill = true;
   });
@@ -235,7 +249,8 @@ inline std::vector<Kind> opencl_kinds(std::initializer_list<std::string_view> na
     k.opencl_memory = OpenClMemory::kPeer;
     k.spill = true;
   });
-  add("opencl_peer_half_in_memory", [](Kind& k) {
+  add("opencl_m24_q4_peer_half_in_memory", [](Kind& k) {
+    k.format = {base::MomentFormat::kQ4, base::MasterFormat::kM24};
     k.opencl_memory = OpenClMemory::kPeer;
     k.cached = 3;
   });

@@ -41,7 +41,7 @@ std::vector<Kind> rule_kinds(bool opencl) {
         kind.rule = rule;
         kind.format = format;
         kind.name = std::string(device) + "_" + std::string(kernels::update_rule_name(rule)) + "_" +
-                    std::string(base::enum_name(format));
+                    base::state_format_name(format);
         all.push_back(kind);
       };
       if (opencl) {

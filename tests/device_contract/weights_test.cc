@@ -587,7 +587,7 @@ INSTANTIATE_TEST_SUITE_P(Kinds, WeightsContract, testing::ValuesIn(kinds()),
                          [](const auto& param) { return param.param.name; });
 INSTANTIATE_TEST_SUITE_P(OpenCl, WeightsContract,
                          testing::ValuesIn(opencl_kinds({"opencl", "opencl_copied_half_in_memory",
-                                                         "opencl_peer_half_in_memory"})),
+                                                         "opencl_m24_q4_peer_half_in_memory"})),
                          [](const auto& param) { return param.param.name; });
 
 }  // namespace

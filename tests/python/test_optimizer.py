@@ -1,5 +1,6 @@
 """What a torch optimizer must stand: kinds of parameters, hooks, closures, scalers, accumulation."""
 
+import copy
 import re
 
 import pytest
@@ -108,6 +109,8 @@ def test_what_cannot_be_optimized_is_named(device, tmp_path):
         smartinf.AdamW(mlp().parameters(), devices=[device], memory_budget="many")
     with pytest.raises(smartinf.UsageError, match="state_format"):
         smartinf.AdamW(mlp().parameters(), devices=[device], state_format="f64")
+    with pytest.raises(smartinf.UsageError, match="master"):
+        smartinf.AdamW(mlp().parameters(), devices=[device], master="q8")
     with pytest.raises(ValueError, match="beta"):
         smartinf.AdamW(mlp().parameters(), betas=(0.9, 1.0), devices=[device])
     with pytest.raises(ValueError, match="amsgrad"):
@@ -327,10 +330,12 @@ def test_bf16_autocast(device):
     assert_close(ours, theirs)
 
 
-@pytest.mark.parametrize("state_format", ["bf16", "q8"])
-def test_smaller_state_still_learns(state_format, device):
+@pytest.mark.parametrize(("state_format", "master"), [("bf16", "f32"), ("q8", "f32"), ("q4", "m24"), ("f32", "bf16")])
+def test_smaller_state_still_learns(state_format, master, device):
     model = mlp()
-    optimizer = smartinf.AdamW(model.parameters(), lr=1e-2, devices=[device], state_format=state_format)
+    optimizer = smartinf.AdamW(
+        model.parameters(), lr=1e-2, devices=[device], state_format=state_format, master=master
+    )
     losses = []
     for _ in range(30):
         optimizer.zero_grad()
@@ -339,6 +344,30 @@ def test_smaller_state_still_learns(state_format, device):
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < 0.5 * losses[0]
+
+
+@pytest.mark.parametrize(("master", "kept"), [("m24", 24), ("bf16", 16)])
+def test_parameters_are_the_stored_master_weights(master, kept, tmp_path):
+    def train(steps, model, resume=None):
+        with smartinf.AdamW(
+            model.parameters(), lr=1e-2, devices=[tmp_path / "state"], master=master, state_format="q8", resume=resume
+        ) as optimizer:
+            for step in steps:
+                values = torch.cat([p.detach().flatten() for p in model.parameters()])
+                assert not bool((values.view(torch.int32) & ((1 << (32 - kept)) - 1)).any())
+                optimizer.zero_grad()
+                model(data(step)).pow(2).mean().backward()
+                optimizer.step()
+        return [p.detach().clone() for p in model.parameters()]
+
+    torch.manual_seed(1)
+    first = mlp()
+    whole = train(range(6), copy.deepcopy(first), resume=False)
+    train(range(3), first, resume=False)
+    resumed = train(range(3, 6), mlp(), resume=True)
+    assert all(torch.equal(a, b) for a, b in zip(whole, resumed, strict=True))
+    with pytest.raises(smartinf.MismatchError, match=rf"{master}\+q8, not q8"):
+        smartinf.AdamW(mlp().parameters(), devices=[tmp_path / "state"], state_format="q8", resume=True)
 
 
 def test_several_devices_and_budgets_give_the_same_bits(tmp_path):

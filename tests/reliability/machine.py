@@ -59,6 +59,7 @@ KINDS = {kind.name: kind for kind in (
     Kind("two", devices=2),
     Kind("bf16", flags=("--optimizer.format", "bf16")),
     Kind("q8", flags=("--optimizer.format", "q8")),
+    Kind("m24", devices=2, flags=("--optimizer.format", "q8", "--optimizer.master", "m24")),
     Kind("topk", flags=("--compress.density", "0.08", "--compress.residual_every", "1")),
     Kind("threads", devices=2, flags=("--engine.ring", "threads")),
     Kind("spill", devices=2, flags=("--engine.gradient_budget", "64KiB", "--train.accumulation", "2")),

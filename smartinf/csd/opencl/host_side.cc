@@ -34,19 +34,26 @@ float value_at(const PlaneBlocks& planes, size_t plane, uint64_t element) {
       std::memcpy(&bits, bytes + i * sizeof(bits), sizeof(bits));
       return base::f32_of_bf16(bits);
     }
+    case base::Encoding::kM24: {
+      uint16_t upper = 0;
+      std::memcpy(&upper, bytes + i * sizeof(upper), sizeof(upper));
+      return kernels::decode_m24(upper, std::to_integer<uint8_t>(bytes[n * sizeof(upper) + i]));
+    }
     case base::Encoding::kQ8:
+    case base::Encoding::kQ4:
       break;
   }
+  const int code_bits = planes.encoding(plane) == base::Encoding::kQ8 ? 8 : 4;
   const uint64_t tile = i / kernels::kGroupElements;
   const uint64_t first = tile * kernels::kGroupElements;
   const uint64_t count = std::min<uint64_t>(kernels::kGroupElements, n - first);
   float step = 0;
-  std::memcpy(&step, bytes + base::round_up(n, 4) + tile * sizeof(step), sizeof(step));
-  const auto code =
-      std::to_integer<uint8_t>(bytes[first + kernels::code_position(i - first, count)]);
-  return planes.planes()[plane] == base::PlaneKind::kVariance
-             ? kernels::decode_variance(code, step)
-             : kernels::decode_momentum(code, step);
+  std::memcpy(&step, bytes + base::code_bytes(planes.encoding(plane), n) + tile * sizeof(step),
+              sizeof(step));
+  const auto* codes = reinterpret_cast<const uint8_t*>(bytes);
+  const uint64_t position = first + kernels::code_position(code_bits, i - first, count);
+  return kernels::decode_code(code_bits, planes.planes()[plane],
+                              kernels::code_at(code_bits, codes, position), step);
 }
 
 }  // namespace

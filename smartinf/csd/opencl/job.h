@@ -65,7 +65,7 @@ typedef struct PlaneArguments {
   uint64_t plane_at;
   uint64_t values_at;    // f32 or weights in the other buffer; block `first_block`'s first
   uint64_t encoding;     // base::Encoding
-  uint64_t variance;     // of q8: the codes are those of roots
+  uint64_t kind;         // base::PlaneKind
   uint64_t type;         // base::DataType of weights; of encoding: kBf16 for codes as they are
   uint64_t first_block;  // of the subgroup
   uint64_t blocks;

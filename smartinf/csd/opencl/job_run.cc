@@ -344,7 +344,7 @@ PlaneArguments arguments_of(const PlaneBlocks& planes, size_t plane) {
   PlaneArguments arguments{};
   arguments.plane_at = planes.offset(plane);
   arguments.encoding = static_cast<uint64_t>(planes.encoding(plane));
-  arguments.variance = planes.planes()[plane] == base::PlaneKind::kVariance ? 1 : 0;
+  arguments.kind = static_cast<uint64_t>(planes.planes()[plane]);
   arguments.blocks = planes.blocks();
   arguments.count = planes.subgroup().count;
   arguments.wanted = arguments.count;
@@ -468,7 +468,7 @@ Status JobRun::finish(const EncodeJob& job) {
 }
 
 Status JobRun::enqueue(const CastJob& job) {
-  constexpr size_t kMaster = 0;  // f32 in every format
+  constexpr size_t kMaster = 0;
   const PlaneBlocks& planes = job.planes;
   SI_ASSIGN_OR_RETURN(const PlaneKernels* kernels, programs_.planes());
   std::vector<SumEntry> entries;

@@ -213,10 +213,11 @@ base::Status opencl_self_test(const OpenClOptions& options) {
   SI_ASSIGN_OR_RETURN(const std::unique_ptr<opencl::Device> device, opencl::open_device(options));
   opencl::Programs programs(*device);
   uint32_t i = 0;
+  const std::span<const base::StateFormat> formats = base::all_state_formats();
   for (const kernels::UpdateRule rule : kernels::all_update_rules()) {
     const auto nth = [](uint32_t n) { return static_cast<uint8_t>(n % 3); };
     const opencl::UpdateKind kind{.rule = rule,
-                                  .format = static_cast<base::StateFormat>(nth(i)),
+                                  .format = formats[5 * i % formats.size()],
                                   .gradient = static_cast<base::DataType>(nth(i + 1)),
                                   .weights = static_cast<base::DataType>(nth(i + 2))};
     SI_RETURN_IF_ERROR(programs.update(kind).status());

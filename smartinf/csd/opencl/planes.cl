@@ -1,7 +1,12 @@
 // Planes to f32 and back, and the master plane to weights, a block to a work group, with the
 // checksums of what is read and written.
 
+#define MASTER 0  // base::PlaneKind
+#define VARIANCE 2
+
 #define BLOCK_OF_PLANE                                                                      \
+  const bool coded = a.encoding == Q8 || a.encoding == Q4;                                  \
+  const int bits = code_bits((uint)a.encoding);                                             \
   const ulong block = a.first_block + index;                                                \
   const ulong first = block * BLOCK;                                                        \
   const uint n = (uint)min(BLOCK, a.count - first);                                         \
@@ -23,12 +28,15 @@ __attribute__((reqd_work_group_size(1, 1, 1))) kernel void decode(
     const uint end = bad ? 0 : (uint)min((ulong)n, a.wanted - index * BLOCK);
     for (uint tile = 0; tile < end; tile += TILE) {
       const uint count = min(TILE, end - tile);
-      if (a.encoding == Q8) {
-        decode_q8(codes + tile, q8_steps(codes, n)[tile / TILE], a.variance != 0,
-                  min(TILE, n - tile), decoded);
+      if (coded) {
+        decode_codes(bits, codes + tile * (uint)bits / 8,
+                     steps_of((uint)a.encoding, codes, n)[tile / TILE], a.kind == VARIANCE,
+                     min(TILE, n - tile), decoded);
         LANES(lane, count) { out[tile + lane] = decoded[lane]; }
       } else {
-        LANES(lane, count) { out[tile + lane] = load_as_f32(codes, (uint)a.encoding, tile + lane); }
+        LANES(lane, count) {
+          out[tile + lane] = load_plain(codes, (uint)a.encoding, n, tile + lane);
+        }
       }
     }
     sums[a.results_at + index] = bad;
@@ -43,9 +51,11 @@ __attribute__((reqd_work_group_size(1, 1, 1))) kernel void encode(
   for (ulong index = get_group_id(0); index < a.blocks; index += get_num_groups(0)) {
     BLOCK_OF_PLANE
     global const uchar* in = values + a.values_at;
-    if (a.encoding == Q8) {
+    if (coded) {
       // The padding between codes and steps takes part in the checksum.
-      for (uint pad = n; pad < (n + 3) / 4 * 4; ++pad) codes[pad] = 0;
+      for (ulong pad = (n * (ulong)bits + 7) / 8; pad < code_bytes((uint)a.encoding, n); ++pad) {
+        codes[pad] = 0;
+      }
     }
     for (uint tile = 0; tile < n; tile += TILE) {
       const uint count = min(TILE, n - tile);
@@ -60,17 +70,19 @@ __attribute__((reqd_work_group_size(1, 1, 1))) kernel void encode(
         tile_values[lane] = a.zeros != 0 ? 0.0f : ((global const float*)in)[element + lane];
       }
       const RoundingKey key = rounding_key(step_seed, a.first_element + element);
-      const Progression numbers = a.variance != 0 ? key.variance : key.momentum;
-      if (a.encoding == Q8) {
-        encode_q8(tile_values, count, a.variance != 0, numbers, codes + tile,
-                  q8_steps(codes, n) + tile / TILE);
-      } else if (a.encoding == BF16) {
-        LANES(lane, count) {
-          ((global ushort*)codes)[tile + lane] =
-              round_bf16(tile_values[lane], random_at(numbers, lane));
-        }
+      const Progression numbers = a.kind == MASTER
+                                      ? master_rounding(step_seed, a.first_element + element)
+                                  : a.kind == VARIANCE ? key.variance
+                                                       : key.momentum;
+      if (coded) {
+        encode_codes(bits, tile_values, count, a.kind == VARIANCE, numbers,
+                     codes + tile * (uint)bits / 8,
+                     steps_of((uint)a.encoding, codes, n) + tile / TILE);
       } else {
-        LANES(lane, count) { ((global float*)codes)[tile + lane] = tile_values[lane]; }
+        LANES(lane, count) {
+          store_plain(tile_values[lane], codes, (uint)a.encoding, n, tile + lane,
+                      random_at(numbers, lane));
+        }
       }
     }
     if (entry->wanted != 0) {
@@ -90,8 +102,8 @@ __attribute__((reqd_work_group_size(1, 1, 1))) kernel void cast(
     }
     const uint end = bad ? 0 : n;
     LANES(lane, end) {
-      store_f32_as(((global const float*)codes)[lane], weights + a.values_at, (uint)a.type,
-                   first + lane);
+      store_f32_as(load_plain(codes, (uint)a.encoding, n, lane), weights + a.values_at,
+                   (uint)a.type, first + lane);
     }
     sums[a.results_at + index] = bad;
   }

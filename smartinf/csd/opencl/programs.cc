@@ -175,9 +175,13 @@ base::Result<cl_kernel> Programs::update(const UpdateKind& kind) {
     const auto define = [](const char* name, auto value) {
       return std::string(" -D") + name + "=" + std::to_string(static_cast<uint32_t>(value));
     };
-    const std::string options = define("SI_RULE", kind.rule) + define("SI_FORMAT", kind.format) +
-                                define("SI_GRADIENT", kind.gradient) +
-                                define("SI_WEIGHTS", kind.weights);
+    const auto encoding = [&](base::PlaneKind plane) {
+      return base::plane_encoding(kind.format, plane);
+    };
+    const std::string options =
+        define("SI_RULE", kind.rule) + define("SI_MASTER", encoding(base::PlaneKind::kMaster)) +
+        define("SI_MOMENTS", encoding(base::PlaneKind::kMomentum)) +
+        define("SI_GRADIENT", kind.gradient) + define("SI_WEIGHTS", kind.weights);
     SI_ASSIGN_OR_RETURN(const Program program,
                         build(std::string(kCommonText) + kUpdateText, options));
     SI_ASSIGN_OR_RETURN(Kernel kernel, device_.make<Kernel>("clCreateKernel", [&](cl_int* error) {

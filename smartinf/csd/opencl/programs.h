@@ -18,7 +18,7 @@ namespace smartinf::csd::opencl {
 /// The kind of update that a kernel is compiled for.
 struct UpdateKind {
   kernels::UpdateRule rule = kernels::UpdateRule::kAdamW;
-  base::StateFormat format = base::StateFormat::kF32;
+  base::StateFormat format;
   base::DataType gradient = base::DataType::kBf16;
   base::DataType weights = base::DataType::kBf16;
 

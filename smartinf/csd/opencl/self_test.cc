@@ -20,10 +20,10 @@ using base::PlaneKind;
 using base::Status;
 
 // Three tiles and a short one, none of whose parts ends with a vector.
-constexpr uint64_t kElements = 3 * base::kQ8GroupElements + 149;
+constexpr uint64_t kElements = 3 * base::kCodeGroupElements + 149;
 constexpr uint64_t kFirstElement = 5 * base::kBlockElements;
 /// Where another group begins, inside a tile.
-constexpr uint64_t kSecondGroup = base::kQ8GroupElements + 77;
+constexpr uint64_t kSecondGroup = base::kCodeGroupElements + 77;
 
 /// Numbers that processors and compilers differ in: NaN, infinities, denormals, zeros of both
 /// signs, ends of ranges, ties of roundings; else of any size.
@@ -33,8 +33,8 @@ float hard_number(uint64_t seed, uint64_t i) {
       0xff7fffffu, 0x7f800000u, 0xff800000u, 0x7fc00000u, 0xffc00001u, 0x7f800001u, 0x3f800000u,
       0xbf800000u, 0x3f808000u, 0x3f818000u, 0x387fc000u, 0x33000000u, 0x477ff000u};
   const uint64_t word = base::mix_seed(seed, i);
-  // A broken number makes a whole q8 tile NaN: only the first tile has them.
-  const bool broken_allowed = i < base::kQ8GroupElements;
+  // A broken number makes a whole q8 or q4 tile NaN: only the first tile has them.
+  const bool broken_allowed = i < base::kCodeGroupElements;
   if (word >> 60 < 5) {
     const uint32_t bits = kHard[(word >> 32) % kHard.size()];
     if (broken_allowed || (bits & 0x7f800000u) != 0x7f800000u) return std::bit_cast<float>(bits);
@@ -169,7 +169,7 @@ Status Programs::test(const UpdateKind& kind, cl_kernel kernel) const {
     return Status(base::ErrorCode::kUnsupported,
                   "the OpenCL device \"" + device_.info.name + "\" computes other bits than " +
                       "smartinf: " + std::string(kernels::update_rule_name(kind.rule)) + ", " +
-                      std::string(base::state_format_name(kind.format)) + " state, " +
+                      base::state_format_name(kind.format) + " state, " +
                       std::string(base::data_type_name(kind.gradient)) + " gradients, " +
                       std::string(base::data_type_name(kind.weights)) + " weights: " + what,
                   "Its compiler or its arithmetic does not keep to IEEE 754: use processor = "

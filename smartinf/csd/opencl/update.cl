@@ -3,18 +3,20 @@
 // the cache. csd/cpu_processor.cc and kernels/update.cc are the truth; formulas are those of
 // arithmetic.h.
 //
-// Compiled for a rule (SI_RULE), a state format (SI_FORMAT), types of gradients and weights
-// (SI_GRADIENT, SI_WEIGHTS) by their numbers.
+// Compiled for a rule (SI_RULE), encodings of master weights and moments (SI_MASTER, SI_MOMENTS),
+// types of gradients and weights (SI_GRADIENT, SI_WEIGHTS) by their numbers.
 
 #define HAS_MOMENTUM (SI_RULE != 3)
 #define HAS_VARIANCE (SI_RULE <= 1 || SI_RULE == 3)
 #define MOMENTUM_PLANE 1
 #define VARIANCE_PLANE (HAS_MOMENTUM ? 2 : 1)
 #define PLANES (1u + HAS_MOMENTUM + HAS_VARIANCE)
+#define CODED (SI_MOMENTS == Q8 || SI_MOMENTS == Q4)
+#define BITS code_bits(SI_MOMENTS)
 
 static inline ulong sum_bytes(uint which, ulong n) {
   if (which == kPlanesMax) return n * type_bytes(SI_GRADIENT);
-  return encoded_bytes(which == 0 ? F32 : SI_FORMAT, n);
+  return encoded_bytes(which == 0 ? SI_MASTER : SI_MOMENTS, n);
 }
 
 /// Puts what was sent of a block's gradient among zeros. compress/message.cc and rice_code.h are the
@@ -92,29 +94,26 @@ static inline void tile_squares(global const MatrixEntry* entry, global const uc
   }
 }
 
-#if SI_FORMAT == Q8
+#if CODED
 #define LOAD(plane, i) values[(plane) - 1][(i) - tile]
 #define STORE(value, plane, numbers, i) values[(plane) - 1][(i) - tile] = (value)
-#elif SI_FORMAT == BF16
-#define LOAD(plane, i) load_as_f32(planes[plane], BF16, i)
-#define STORE(value, plane, numbers, i) \
-  ((global ushort*)planes[plane])[i] = round_bf16(value, random_at(numbers, (i) - tile))
 #else
-#define LOAD(plane, i) ((global const float*)planes[plane])[i]
-#define STORE(value, plane, numbers, i) ((global float*)planes[plane])[i] = (value)
+#define LOAD(plane, i) load_plain(planes[plane], SI_MOMENTS, n, i)
+#define STORE(value, plane, numbers, i) \
+  store_plain(value, planes[plane], SI_MOMENTS, n, i, random_at(numbers, (i) - tile))
 #endif
 
 #define UPDATE_LANE(scalars_of_lane, changes, has_square, square)                            \
   {                                                                                          \
     const uint i = tile + lane;                                                              \
     ElementState e;                                                                          \
-    e.master = master[i];                                                                    \
+    e.master = load_plain(planes[0], SI_MASTER, n, i);                                       \
     e.momentum = HAS_MOMENTUM ? LOAD(MOMENTUM_PLANE, i) : 0.0f;                      \
     e.variance = HAS_VARIANCE ? LOAD(VARIANCE_PLANE, i) : 0.0f;                    \
     if (changes) {                                                                           \
       e = update_element(scalars_of_lane, load_as_f32(gradient, SI_GRADIENT, i), has_square, \
                          square, e);                                                         \
-      master[i] = e.master;                                                                  \
+      store_plain(e.master, planes[0], SI_MASTER, n, i, random_at(master_numbers, lane));    \
     }                                                                                        \
     if (HAS_MOMENTUM) STORE(e.momentum, MOMENTUM_PLANE, key.momentum, i);            \
     if (HAS_VARIANCE) STORE(e.variance, VARIANCE_PLANE, key.variance, i);          \
@@ -124,7 +123,7 @@ __attribute__((reqd_work_group_size(1, 1, 1))) kernel void update(
     const UpdateArguments a, global uchar* state, global const uchar* gradients,
     global uchar* weights, global const uchar* tables, global ulong* sums, global uchar* scratch) {
   float squares[TILE];
-#if SI_FORMAT == Q8
+#if CODED
   float values[2][TILE];  // of the planes behind the master
 #endif
   global const SpanEntry* spans = (global const SpanEntry*)(tables + a.spans_at);
@@ -143,7 +142,6 @@ __attribute__((reqd_work_group_size(1, 1, 1))) kernel void update(
     for (uint plane = 0; plane < PLANES; ++plane) {
       planes[plane] = state + a.plane_at[plane] + block * sum_bytes(plane, BLOCK);
     }
-    global float* master = (global float*)planes[0];
     global uchar* gradient = (global uchar*)message + first * type_bytes(SI_GRADIENT);
     if (a.compressed != 0) {
       gradient = scratch + get_group_id(0) * BLOCK * type_bytes(SI_GRADIENT);
@@ -178,15 +176,15 @@ __attribute__((reqd_work_group_size(1, 1, 1))) kernel void update(
         tile_squares(matrices + at_matrix, message + a.factors_at, a.first_element + element,
                      changed, squares);
       }
-#if SI_FORMAT == Q8
+#if CODED
       for (uint plane = 1; plane < PLANES; ++plane) {
-        decode_q8(planes[plane] + tile, q8_steps(planes[plane], n)[tile / TILE],
-                  HAS_VARIANCE && plane == VARIANCE_PLANE, changed, values[plane - 1]);
+        decode_codes(BITS, planes[plane] + tile * (uint)BITS / 8,
+                     steps_of(SI_MOMENTS, planes[plane], n)[tile / TILE],
+                     HAS_VARIANCE && plane == VARIANCE_PLANE, changed, values[plane - 1]);
       }
 #endif
-#if SI_FORMAT != F32
+      const Progression master_numbers = master_rounding(a.step_seed, a.first_element + element);
       const RoundingKey key = rounding_key(a.step_seed, a.first_element + element);
-#endif
       if (whole && a.matrices == 0) {
         LANES(lane, changed) UPDATE_LANE(s, true, false, 0.0f)
       } else if (whole) {
@@ -200,16 +198,19 @@ __attribute__((reqd_work_group_size(1, 1, 1))) kernel void update(
           UPDATE_LANE(own, own.skip == 0, a.matrices != 0, a.matrices != 0 ? squares[lane] : 0.0f)
         }
       }
-#if SI_FORMAT == Q8
+#if CODED
       for (uint plane = 1; plane < PLANES && changed != 0; ++plane) {
         const bool variance = HAS_VARIANCE && plane == VARIANCE_PLANE;
-        encode_q8(values[plane - 1], changed, variance, variance ? key.variance : key.momentum,
-                  planes[plane] + tile, q8_steps(planes[plane], n) + tile / TILE);
+        encode_codes(BITS, values[plane - 1], changed, variance,
+                     variance ? key.variance : key.momentum,
+                     planes[plane] + tile * (uint)BITS / 8,
+                     steps_of(SI_MOMENTS, planes[plane], n) + tile / TILE);
       }
 #endif
       if (a.has_weights != 0) {
         LANES(lane, count) {
-          store_f32_as(master[tile + lane], weights + a.weights_at, SI_WEIGHTS, element + lane);
+          store_f32_as(load_plain(planes[0], SI_MASTER, n, tile + lane), weights + a.weights_at,
+                       SI_WEIGHTS, element + lane);
         }
       }
     }

@@ -80,7 +80,7 @@ inline constexpr StateFormat StateFormat::kQ8{MomentFormat::kQ8};
 /// Every pair, those with f32 master weights first.
 std::span<const StateFormat> all_state_formats();
 
-/// Of the moments alone beside f32 master weights, else of both: "q8", "m24+q8".
+/// The name of the moments alone beside f32 master weights, else of both: "q8", "m24+q8".
 std::string state_format_name(StateFormat format);
 
 /// The encoding that `format` gives to `kind`.

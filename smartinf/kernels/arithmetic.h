@@ -185,7 +185,7 @@ SI_FUNCTION RoundingKey rounding_key(uint64_t step_seed, uint64_t element) {
   return key;
 }
 
-/// The same for the group's master weights, from a word of their own.
+/// Random numbers of the group's master weights, from a word of their own.
 SI_FUNCTION Progression master_rounding(uint64_t step_seed, uint64_t element) {
   const uint64_t word = mix_seed(~step_seed, element / kGroupElements);
   Progression numbers;
@@ -210,7 +210,7 @@ SI_FUNCTION uint16_t round_bf16(SI_F32 value, uint32_t random) {
 
 SI_CONSTANT(int, kM24Cut) = 8;  // lower bits that are left out
 
-/// As round_bf16(), with 24 bits kept: the f32 that is stored.
+/// The f32 that is stored: round_bf16() with 24 bits kept.
 SI_FUNCTION uint32_t round_m24(SI_F32 value, uint32_t random) {
   const uint32_t bits = SI_UINT_OF(value);
   if ((bits & kMagnitudeMask) > kInfinityBits) return kCanonicalNan;
@@ -290,7 +290,7 @@ SI_FUNCTION SI_F32 decode_momentum(int bits, uint8_t code, SI_F32 step) {
   return SI_FLOAT_OF(SI_UINT_OF(magnitude) | sign);
 }
 
-/// As above for a variance's root. In q8 only +0 gets code 0: a variance lost while its momentum is
+/// The code of a variance's root, likewise. In q8 only +0 gets code 0: a variance lost while its momentum is
 /// not would make the next weight jump. In q4 what is smaller than the smallest code becomes it.
 SI_FUNCTION uint8_t encode_root(int bits, SI_F32 root, SI_F32 inverse, uint32_t random) {
   const SI_F32 biased = root * inverse + root_bias(bits);

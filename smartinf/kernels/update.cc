@@ -259,7 +259,7 @@ class BlockUpdate {
   }
 
  private:
-  /// Of master weights as they are stored, from the beginning of a tile on.
+  /// Weights out, of master weights as they are stored, from the beginning of a tile on.
   void weights_of(size_t first, size_t count) {
     if (block_.weights_out == nullptr) return;
     const size_t at_once = master_.in_place() ? count : kTileElements;
@@ -365,7 +365,7 @@ KernelTable::Norm KernelTable::partial_norm(const void* in, DataType type, size_
 
 void KernelTable::decode_block(Encoding encoding, PlaneKind kind, const std::byte* in, float* out,
                                size_t n) const {
-  // It reads only.
+  // decode() only reads.
   const PlaneTile plane(tiles_, encoding, kind, const_cast<std::byte*>(in), n);
   for (size_t first = 0; first < n; first += kTileElements) {
     plane.decode(first, std::min(kTileElements, n - first), out + first);

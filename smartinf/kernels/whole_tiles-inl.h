@@ -94,9 +94,8 @@ class TileStep {
     return RandomVectors(numbers, hn::Lanes(F32()));
   }
 
-  /// What is left to do with new master weights, while they are in the first-level cache: to round
-  /// and store those that are not f32, and weights out. Elements of one tile, each once and in
-  /// order, as `random` is taken from.
+  /// Rounds and stores new master weights that are not f32, and writes weights out, while they are in
+  /// the first-level cache. Elements of one tile, each once and in order, as `random` is taken from.
   HWY_INLINE void finish(size_t first, size_t count, RandomVectors& random) const {
     if (HWY_UNLIKELY(!in_place())) return finish_rounded(first, count, random);
     if (t_.weights == nullptr) return;

@@ -4,13 +4,16 @@
 of some of its parameters. `compare` replays them, once with exact moments and once with moments that
 are encoded and decoded after every step, and prints how far the updates are apart: the norm of the
 difference over that of the exact update, the same of all updates summed up, and the largest update in
-units of the learning rate, which exact moments keep near 1.
+units of the learning rate, which exact moments keep near 1. `regress` trains a logistic regression
+whose features differ in scale by e^1.5, and prints how far its loss ends from that of exact moments.
 
   bench/moment_codes.py keep models/smollm2 --chats chats.jsonl --out gradients.pt --steps 60
-  bench/moment_codes.py compare gradients.pt --momentum "float 4 1 1" "log 0.5" --root "float 4 2 0.75"
+  bench/moment_codes.py compare gradients.pt --momentum "float 8 0 1" "log 0.5" --root "float 8 1 0.5"
+  bench/moment_codes.py regress --momentum "float 8 0 1" --root "float 8 1 0.5" --tile 64 128 256
 
 Codes are given by their values from 0 to the largest, relative to the largest of a tile; a momentum
-has a sign as well, and what rounds to a code is one of its two neighbours, right on average:
+has a sign as well, a root has no code for 0, and what rounds to a code is one of its two neighbours,
+right on average:
   exact         no code
   float O M B   numbers of O octaves and M bits of mantissa from 1 on, less B: the q8 code is float 8 4 1
                 for momenta and float 8 5 1 for roots of variances
@@ -91,22 +94,72 @@ def replay(torch, gradients, momentum_code, root_code, tile):
     return math.sqrt(error / square), float(errors.norm() / updates.norm()), largest
 
 
+def each_pair(torch, args):
+    """Every pair of codes and every tile: the text of a row, and codes to call replay() or regress() with."""
+    def code(text, bits, zero):
+        if text == "exact":
+            return None
+        return torch.tensor([value for value in levels(text, bits, zero) if zero or value > 0])
+
+    for momentum, root, tile in itertools.product(args.momentum, args.root, args.tile):
+        codes = code(momentum, args.momentum_bits - 1, True), code(root, args.root_bits, False)
+        yield f"{momentum:16} {root:16} {tile:5}", (*codes, tile)
+
+
 def compare(args):
     import torch
 
     torch.set_num_threads(args.threads)
     kept = torch.load(args.gradients)
-
-    def code(text, bits, zero):
-        return None if text == "exact" else torch.tensor(levels(text, bits, zero))
-
     print(f"{'momentum':16} {'root':16} {'tile':>5} {'update':>8} {'summed':>8} {'largest':>8}")
-    for momentum, root, tile in itertools.product(args.momentum, args.root, args.tile):
-        codes = code(momentum, args.momentum_bits - 1, True), code(root, args.root_bits, False)
-        rows = [replay(torch, one[:, : args.elements], *codes, tile) for one in kept.values()]
-        update, summed, largest = zip(*rows, strict=True)
-        means = f"{sum(update) / len(rows):8.3f} {sum(summed) / len(rows):8.3f}"
-        print(f"{momentum:16} {root:16} {tile:5} {means} {max(largest):8.2f}", flush=True)
+    for row, codes in each_pair(torch, args):
+        results = [replay(torch, one[:, : args.elements], *codes) for one in kept.values()]
+        update, summed, largest = zip(*results, strict=True)
+        means = f"{sum(update) / len(results):8.3f} {sum(summed) / len(results):8.3f}"
+        print(f"{row} {means} {max(largest):8.2f}", flush=True)
+
+
+def loss_of_regression(torch, momentum_code, root_code, tile, seed, features=512, batch=32, steps=600):
+    """Mean loss of the last 200 steps of AdamW."""
+    generator = torch.Generator().manual_seed(seed)
+    truth = torch.randn(features, generator=generator)
+    scale = torch.exp(1.5 * torch.randn(features, generator=generator))
+    weights, momentum, root = torch.zeros(features), torch.zeros(features), torch.zeros(features)
+    tail = 0.0
+    for t in range(1, steps + 1):
+        rows = scale * torch.randn(batch, features, generator=generator) * 0.05
+        noise = torch.randn(batch, generator=generator)
+        label = torch.where((truth * rows / scale * 4).sum(1) + noise > 0, 1.0, -1.0)
+        found = rows @ weights
+        if t > steps - 200:
+            tail += float(torch.nn.functional.softplus(-label * found).mean()) / 200
+        gradient = (-label / (1 + torch.exp(label * found)) / batch) @ rows
+        lr = 0.05 * (1 - 0.9 * t / steps)
+        momentum = momentum * BETA1 + (1 - BETA1) * gradient
+        variance = root * root * BETA2 + (1 - BETA2) * gradient * gradient
+        weights = weights * (1 - lr * 0.01)
+        weights -= lr * momentum / (1 - BETA1**t) / ((variance / (1 - BETA2**t)).sqrt() + EPS)
+        root = variance.sqrt()
+        if momentum_code is not None:
+            momentum = rounded(torch, momentum, momentum_code, tile, generator)
+        if root_code is not None:
+            root = rounded(torch, root, root_code, tile, generator)
+    return tail
+
+
+def regress(args):
+    import torch
+
+    torch.set_num_threads(args.threads)
+
+    def mean(*codes):
+        return sum(loss_of_regression(torch, *codes, seed) for seed in args.seeds) / len(args.seeds)
+
+    exact = mean(None, None, 1)
+    print(f"{'momentum':16} {'root':16} {'tile':>5} {'loss':>8}, exact moments: {exact:.4f}")
+    for row, codes in each_pair(torch, args):
+        loss = mean(*codes)
+        print(f"{row} {loss:8.4f} {(loss / exact - 1) * 100:+.1f} %", flush=True)
 
 
 def keep(args):
@@ -153,14 +206,19 @@ def main():
     one.set_defaults(run=keep)
     other = commands.add_parser("compare")
     other.add_argument("gradients")
-    other.add_argument("--momentum", nargs="+", default=["exact"])
-    other.add_argument("--root", nargs="+", default=["exact"])
-    other.add_argument("--momentum-bits", type=int, default=4)
-    other.add_argument("--root-bits", type=int, default=4)
-    other.add_argument("--tile", type=int, nargs="+", default=[64])
     other.set_defaults(run=compare)
+    third = commands.add_parser("regress")
+    third.add_argument("--seeds", type=int, nargs="+", default=[11, 12, 13])
+    third.set_defaults(run=regress)
+    for command in (other, third):
+        command.add_argument("--momentum", nargs="+", default=["exact"])
+        command.add_argument("--root", nargs="+", default=["exact"])
+        command.add_argument("--momentum-bits", type=int, default=4)
+        command.add_argument("--root-bits", type=int, default=4)
+        command.add_argument("--tile", type=int, nargs="+", default=[256])
     for command in (one, other):
         command.add_argument("--elements", type=int, default=32768, help="of each parameter")
+    for command in (one, other, third):
         command.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
     args.run(args)

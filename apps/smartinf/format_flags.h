@@ -25,11 +25,9 @@ inline void add_format_flags(CLI::App& command, FormatFlags& flags, const std::s
   command
       .add_option("--state-format", flags.moments,
                   "Format of momentum and variance [" + usual + "]")
-      ->check(CLI::IsMember(base::enum_name_list<base::MomentFormat>()))
-      ->type_name("f32|bf16|q8|q4");
+      ->check(CLI::IsMember(base::enum_name_list<base::MomentFormat>()));
   command.add_option("--master", flags.master, "Format of the master weights [" + usual + "]")
-      ->check(CLI::IsMember(base::enum_name_list<base::MasterFormat>()))
-      ->type_name("f32|m24|bf16");
+      ->check(CLI::IsMember(base::enum_name_list<base::MasterFormat>()));
 }
 
 }  // namespace smartinf::apps

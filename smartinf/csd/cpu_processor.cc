@@ -75,21 +75,26 @@ std::span<const kernels::SecondMomentRow> second_moment_rows(const UpdateJob& jo
   return rows;
 }
 
+/// A plane's values of a block as f32: where they lie, or decoded into memory of the thread's own.
+const float* values_of(const PlaneBlocks& planes, size_t plane, uint64_t block) {
+  const std::byte* bytes = planes.bytes(plane, block).data();
+  if (planes.encoding(plane) == base::Encoding::kF32) {
+    return reinterpret_cast<const float*>(bytes);
+  }
+  float* decoded = thread_block().data();
+  kernels::kernels().decode_block(planes.encoding(plane), planes.planes()[plane], bytes, decoded,
+                                  planes.elements(block));
+  return decoded;
+}
+
 void send_samples(const UpdateJob& job, uint64_t block) {
   SI_CHECK(!job.matrices.empty(), "samples of matrices that the device knows");
   const PlaneBlocks& planes = job.planes;
   const size_t plane = kernels::variance_plane(job.scalars.front().rule);
-  const uint64_t elements = planes.elements(block);
-  const std::byte* bytes = planes.bytes(plane, block).data();
-  const float* variances = reinterpret_cast<const float*>(bytes);
-  if (planes.encoding(plane) != base::Encoding::kF32) {
-    float* decoded = thread_block().data();
-    kernels::kernels().decode_block(planes.encoding(plane), base::PlaneKind::kVariance, bytes,
-                                    decoded, elements);
-    variances = decoded;
-  }
   const uint64_t first = planes.subgroup().first_element + block * kBlockElements;
-  compress::take_samples(job.matrices, first, {variances, elements}, job.samples_out);
+  compress::take_samples(job.matrices, first,
+                         {values_of(planes, plane, block), planes.elements(block)},
+                         job.samples_out);
 }
 
 /// The block's elements by their group's scalars, in memory of the thread's own.
@@ -213,20 +218,11 @@ Status run(const EncodeJob& job, uint64_t block) {
 Status run(const CastJob& job, uint64_t block) {
   constexpr size_t kMaster = 0;
   const PlaneBlocks& planes = job.planes;
-  const uint64_t elements = planes.elements(block);
   SI_RETURN_IF_ERROR(planes.verify(kMaster, block));
-  const std::byte* bytes = planes.bytes(kMaster, block).data();
-  const auto* masters = reinterpret_cast<const float*>(bytes);
-  if (planes.encoding(kMaster) != base::Encoding::kF32) {
-    float* decoded = thread_block().data();
-    kernels::kernels().decode_block(planes.encoding(kMaster), base::PlaneKind::kMaster, bytes,
-                                    decoded, elements);
-    masters = decoded;
-  }
-  kernels::kernels().cast_from_f32(masters,
+  kernels::kernels().cast_from_f32(values_of(planes, kMaster, block),
                                    static_cast<std::byte*>(job.weights_out) +
                                        block * kBlockElements * base::data_type_bytes(job.type),
-                                   job.type, elements);
+                                   job.type, planes.elements(block));
   return Status();
 }
 

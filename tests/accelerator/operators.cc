@@ -278,7 +278,9 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("_reshape_alias", &at::native::_reshape_alias);
   library.impl("scaled_dot_product_attention", &attention);
   // Torch has for devices what gives other bits.
-  library.impl("silu_backward", torch::CppFunction::makeFromBoxedFunction<&run_on_host>());
+  for (const char* name : {"silu_backward", "native_layer_norm", "native_layer_norm_backward"}) {
+    library.impl(name, torch::CppFunction::makeFromBoxedFunction<&run_on_host>());
+  }
 }
 
 TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, library) {

@@ -1,0 +1,35 @@
+"""The accelerator for tests, in Python. README.md"""
+
+import ctypes
+import types
+
+import torch
+
+_library = None
+
+
+def register(library_path):
+    """Loads the accelerator's library. Returns its device; once for each process."""
+    global _library
+    _library = str(library_path)
+    torch.ops.load_library(_library)
+    device = torch.device("test_accelerator", 0)
+    module = types.ModuleType("test_accelerator")
+    module.is_available = lambda: True
+    module.device_count = lambda: 1
+    module.current_device = lambda: 0
+    module.set_device = lambda _: None
+    module.is_initialized = lambda: True
+    module._is_in_bad_fork = lambda: False
+    module.manual_seed_all = lambda seed: None  # torch.manual_seed()
+    module.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
+    module.synchronize = torch.accelerator.synchronize
+    torch._register_device_module("test_accelerator", module)
+    return device
+
+
+def order_errors():
+    """That the check of order has found since the beginning, also those that somebody caught."""
+    count = ctypes.CDLL(_library).smartinf_test_accelerator_order_errors
+    count.restype = ctypes.c_uint64
+    return count()

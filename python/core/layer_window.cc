@@ -1,5 +1,6 @@
 #include "python/core/layer_window.h"
 
+#include <algorithm>
 #include <memory>
 #include <utility>
 
@@ -36,26 +37,30 @@ std::vector<plan::Unit> checked_units(PyWeightSource& source, const PySpans& giv
 
 }  // namespace
 
-uint64_t window_slot_bytes(PyWeightSource& source, const PySpans& units, const std::string& type) {
-  return engine::window_slot_bytes(source.weights(), checked_units(source, units), data_type(type));
+std::vector<uint64_t> window_slot_bytes(PyWeightSource& source, const PySpans& units,
+                                        const std::string& type, uint32_t slots) {
+  return engine::window_slot_bytes(source.weights(), checked_units(source, units), data_type(type),
+                                   slots);
 }
 
 PyLayerWindow::PyLayerWindow(PyWeightSource& source, const PySpans& units, const std::string& type,
-                             const std::vector<uintptr_t>& slots, uint64_t slot_bytes,
+                             const std::vector<std::pair<uintptr_t, uint64_t>>& slots,
                              uintptr_t kept_address, const PySpans& kept, nb::object memory)
     : source_(source), held_(units.size()) {
   engine::WeightSource& weights = source.weights();
   engine::LayerWindow::Options options;
   options.units = checked_units(source, units);
   options.type = data_type(type);
-  const uint64_t needed = engine::window_slot_bytes(weights, options.units, options.type);
-  if (slots.empty() || slot_bytes < needed) {
-    usage("the slots of the layer window have " + std::to_string(slot_bytes) +
-              " bytes, and its units need " + std::to_string(needed),
-          "Give it at least one slot of window_slot_bytes().");
+  uint64_t largest = 0;
+  for (const auto& [address, bytes] : slots) {
+    largest = std::max(largest, bytes);
+    options.slots.emplace_back(reinterpret_cast<std::byte*>(address), bytes);
   }
-  for (const uintptr_t slot : slots) {
-    options.slots.emplace_back(reinterpret_cast<std::byte*>(slot), slot_bytes);
+  const uint64_t needed = engine::window_slot_bytes(weights, options.units, options.type, 1)[0];
+  if (largest < needed) {
+    usage("the slots of the layer window have " + std::to_string(largest) +
+              " bytes at most, and its units need " + std::to_string(needed),
+          "Give it slots of window_slot_bytes().");
   }
   options.slots_owner =
       std::shared_ptr<const void>(new nb::object(std::move(memory)), [](const nb::object* object) {

@@ -5,6 +5,7 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <nanobind/nanobind.h>
@@ -15,15 +16,16 @@
 
 namespace smartinf::python {
 
-uint64_t window_slot_bytes(PyWeightSource& source, const PySpans& units, const std::string& type);
+std::vector<uint64_t> window_slot_bytes(PyWeightSource& source, const PySpans& units,
+                                        const std::string& type, uint32_t slots);
 
 /// Documented for its users in module.cc. Threads: calls of several threads take turns, with those
 /// of the source.
 class PyLayerWindow {
  public:
-  /// The source outlives it.
+  /// The source outlives it. slots: (address, bytes).
   PyLayerWindow(PyWeightSource& source, const PySpans& units, const std::string& type,
-                const std::vector<uintptr_t>& slots, uint64_t slot_bytes, uintptr_t kept_address,
+                const std::vector<std::pair<uintptr_t, uint64_t>>& slots, uintptr_t kept_address,
                 const PySpans& kept, nanobind::object memory);
   ~PyLayerWindow();
   PyLayerWindow(const PyLayerWindow&) = delete;

@@ -19,6 +19,7 @@
 #include "smartinf/engine/local_source.h"
 #include "smartinf/engine/memory.h"
 #include "smartinf/engine/step_metadata.h"
+#include "smartinf/plan/slots.h"
 #include "smartinf/storage/store.h"
 
 #include "python/core/checkpoint.h"
@@ -309,24 +310,31 @@ void define_weights(nb::module_& module) {
 }
 
 void define_layer_window(nb::module_& module) {
-  module.def("window_slot_bytes", &smartinf::python::window_slot_bytes, "source"_a, "units"_a,
-             "type"_a, "Bytes of a slot that holds any of the units: [(first, count)].");
+  module.def(
+      "window_slot_bytes", &smartinf::python::window_slot_bytes, "source"_a, "units"_a, "type"_a,
+      "slots"_a,
+      "Bytes of each of so many slots, largest first, that hold units which are next to each "
+      "other: [(first, count)], in the order of their use.");
+  module.def(
+      "slot_sizes",
+      [](const std::vector<uint64_t>& units, uint32_t slots) {
+        return smartinf::plan::slot_sizes(units, slots);
+      },
+      "units"_a, "slots"_a, "The same of units of these sizes.");
   nb::class_<PyLayerWindow>(
       module, "LayerWindow",
       "Units of weights that pass through a fixed number of slots, read before they are used. "
       "Sizes are in elements. Every method raises smartinf.Error.")
       .def(nb::init<PyWeightSource&, const smartinf::python::PySpans&, const std::string&,
-                    const std::vector<uintptr_t>&, uint64_t, uintptr_t,
+                    const std::vector<std::pair<uintptr_t, uint64_t>>&, uintptr_t,
                     const smartinf::python::PySpans&, nb::object>(),
-           "source"_a, "units"_a, "type"_a, "slots"_a, "slot_bytes"_a, "kept_address"_a = 0,
-           "kept"_a = smartinf::python::PySpans(), "memory"_a = nb::none(),
-           nb::keep_alive<1, 2>(),
-           "slots: addresses of memory, slot_bytes (at least window_slot_bytes()) each, that stays "
-           "until close() of the window or of its source; on multiples of 4096 they are read "
-           "without a copy. kept_address, kept: of the flat array to which load_weights() and "
-           "updates "
-           "bring these spans, [(first, count)]. memory: owns the slots, and is never freed where a "
-           "read into them hangs.")
+           "source"_a, "units"_a, "type"_a, "slots"_a, "kept_address"_a = 0,
+           "kept"_a = smartinf::python::PySpans(), "memory"_a = nb::none(), nb::keep_alive<1, 2>(),
+           "slots: (address, bytes) of memory of window_slot_bytes() that stays until close() of "
+           "the window or of its source; on multiples of 4096 they are read without a copy. "
+           "kept_address, kept: of the flat array to which load_weights() and updates bring these "
+           "spans, [(first, count)]. memory: owns the slots, and is never freed where a read into "
+           "them hangs.")
       .def("start", &PyLayerWindow::start, "order"_a,
            "The uses to come, in order. Reading ahead begins; units that are in a slot stay there.")
       .def("get", &PyLayerWindow::get, "unit"_a,

@@ -48,14 +48,17 @@ class Window:
             count = stream.params[i].numel() // rows
             begins = [firsts[i] + row * count for row in range(rows)]
             self._spans += [_Span([(i, begin)], begin + count) for begin in begins]
-        at_once = SLOTS * max(map(len, self._of_unit.values()), default=1) + bool(self._rows)
+        at_once = SLOTS * max(map(len, self._of_unit.values()), default=1)
         spans = [(span.first, span.count) for span in self._spans]
         type_name = TYPE_NAMES[stream.dtype]
-        slot_bytes = _core.window_slot_bytes(source, spans, type_name)
-        slot_bytes = -(-slot_bytes // PAGE) * PAGE
-        memory, begin = aligned_memory(at_once * slot_bytes, stream.device.type == "cuda")
-        slots = [begin + n * slot_bytes for n in range(at_once)]
-        self._window = _core.LayerWindow(source, spans, type_name, slots, slot_bytes, kept_address, kept, memory=memory)
+        rows = min(self._rows.values(), default=len(spans))
+        sizes = []
+        for of, count in ((spans[:rows], at_once), (spans[rows:], 1)):
+            if of:
+                sizes += [-(-size // PAGE) * PAGE for size in _core.window_slot_bytes(source, of, type_name, count)]
+        memory, begin = aligned_memory(sum(sizes), stream.device.type == "cuda")
+        slots = [(begin + sum(sizes[:n]), size) for n, size in enumerate(sizes)]
+        self._window = _core.LayerWindow(source, spans, type_name, slots, kept_address, kept, memory=memory)
 
     @property
     def is_open(self):

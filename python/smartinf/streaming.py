@@ -167,9 +167,9 @@ class _WeightsFile:
     def read(self, first, values):
         """Elements from `first` on, to a tensor."""
         span, name = [(first, values.numel())], TYPE_NAMES[self._dtype]
-        size = _core.window_slot_bytes(self.core, span, name)
+        [size] = _core.window_slot_bytes(self.core, span, name, 1)
         _slot, address = aligned_memory(size)
-        window = _core.LayerWindow(self.core, span, name, [address], size)
+        window = _core.LayerWindow(self.core, span, name, [(address, size)])
         ctypes.memmove(values.data_ptr(), window.get(0), values.numel() * values.itemsize)
         window.close()
 
@@ -373,8 +373,9 @@ def _start(model, found, weights, firsts, devices, plan):
     streamed_model.register(model, layer_stream, devices, found, plan)
     sizes = _sizes(found, found.units[0].params[0][1].itemsize)
     _log.info(
-        "%s: %d of %d units stay in memory (%d MiB), %d come from the devices through %d slots of %d MiB",
-        type(model).__name__, len(kept), len(found.units), sum(sizes[: len(kept)]) >> 20, len(units), SLOTS, max(sizes) >> 20,
+        "%s: %d of %d units stay in memory (%d MiB), %d come from the devices through slots of %d MiB",
+        type(model).__name__, len(kept), len(found.units), sum(sizes[: len(kept)]) >> 20, len(units),
+        _slots(sizes[len(kept) :]) >> 20,
     )  # fmt: skip
     return model
 
@@ -390,28 +391,35 @@ _ENGINE_BYTES = 512 << 20  # of buffers, where the budget is large
 _ENGINE_BYTES_MIN = 64 << 20  # with one device; each further one needs 5/8 of it for the largest subgroups that a state has
 
 
+def _slots(sizes):
+    """Bytes of the slots for units of these sizes."""
+    return sum(_core.slot_sizes(sizes, SLOTS))
+
+
 def _plan(sizes, memory_budget, keep, devices):
     """What stays in memory, as the trainer's own plan has it: slots and buffers first, then gradients, then the
     weights of the first units. sizes: bytes of each unit. Errors: UsageError where the least does not fit."""
     budget = _core.available_memory_bytes() // 2 if memory_budget is None else parse_bytes(memory_budget, "memory_budget")
-    slots = SLOTS * max(sizes)
     engine = max(min(_ENGINE_BYTES, budget // 8), _ENGINE_BYTES_MIN * (3 + 5 * len(devices)) // 8)
+    # Bytes where the first n units stay. The first one is often the largest, and takes its slot with it.
+    stays = [sum(sizes[:n]) + _slots(sizes[n:]) for n in range(len(sizes))]
+    slots = _slots(sizes)
     least = slots + engine + max(sizes)
     if least > budget:
+        others = sorted(sizes)[-2] if len(sizes) > 1 else 0
         raise UsageError(
-            f"memory_budget is {bytes_text(budget)}, and at least {bytes_text(least)} are needed: {SLOTS} slots for "
-            f"units of up to {bytes_text(max(sizes))}, buffers of {bytes_text(engine)} and a unit's gradients. "
-            "Allow more, or name smaller blocks: layers=[...]"
+            f"memory_budget is {bytes_text(budget)}, and at least {bytes_text(least)} are needed: slots of {bytes_text(slots)} "
+            f"for units, the largest of {bytes_text(max(sizes))} and the others of up to {bytes_text(others)}, buffers of "
+            f"{bytes_text(engine)} and a unit's gradients. Allow more, or name smaller blocks: layers=[...]"
         )
     if keep is None and engine + 2 * sum(sizes) <= budget:
         return _Plan(engine, sum(sizes), len(sizes))  # weights and gradients
-    left = budget - slots - engine
-    gradients = min(sum(sizes), left)
-    left -= gradients
-    limit = left if keep is None else 0 if keep in (0, "0") else parse_bytes(keep, "keep")
-    kept, bytes_kept = 0, 0
-    while kept < len(sizes) - 1 and bytes_kept + sizes[kept] <= limit:
-        bytes_kept += sizes[kept]
+    gradients = min(sum(sizes), budget - slots - engine)
+    limit = None if keep is None else 0 if keep in (0, "0") else parse_bytes(keep, "keep")
+    kept = 0
+    while kept < len(sizes) - 1 and (
+        stays[kept + 1] <= budget - engine - gradients if limit is None else sum(sizes[: kept + 1]) <= limit
+    ):
         kept += 1
     return _Plan(engine, gradients, kept)
 

@@ -5,6 +5,8 @@
 #include <utility>
 
 #include "smartinf/base/check.h"
+#include "smartinf/base/log.h"
+#include "smartinf/base/units.h"
 #include "smartinf/storage/leak_in_flight.h"
 
 namespace smartinf::engine {
@@ -17,29 +19,40 @@ namespace {
 
 uint64_t end_of(const plan::Subgroup& subgroup) { return subgroup.first + subgroup.count; }
 
-}  // namespace
-
-uint64_t window_slot_bytes(const WeightSource& source, std::span<const plan::Unit> units,
-                           base::DataType type) {
-  uint64_t elements = 0;
+std::vector<uint64_t> bytes_of(const WeightSource& source, std::span<const plan::Unit> units,
+                               base::DataType type) {
+  std::vector<uint64_t> bytes;
   for (const plan::Unit& unit : units) {
     const uint64_t first = source.subgroup_at(unit.first).first;
-    elements = std::max(elements, end_of(source.subgroup_at(unit.end() - 1)) - first);
+    const uint64_t end = end_of(source.subgroup_at(unit.end() - 1));
+    bytes.push_back((end - first) * base::data_type_bytes(type));
   }
-  return elements * base::data_type_bytes(type);
+  return bytes;
+}
+
+}  // namespace
+
+std::vector<uint64_t> window_slot_bytes(const WeightSource& source,
+                                        std::span<const plan::Unit> units, base::DataType type,
+                                        uint32_t slots) {
+  return plan::slot_sizes(bytes_of(source, units, type), slots);
 }
 
 LayerWindow::LayerWindow(WeightSource& source, Options options)
     : source_(source),
       options_(std::move(options)),
       value_bytes_(base::data_type_bytes(options_.type)),
-      slots_(options_.slots.size()) {
-  for (size_t i = 0; i < slots_.size(); ++i) slots_[i].memory = options_.slots[i].data();
+      unit_bytes_(bytes_of(source, options_.units, options_.type)),
+      slots_(options_.slots.size()),
+      more_(std::make_shared<std::vector<base::AlignedBuffer>>()) {
+  for (size_t i = 0; i < slots_.size(); ++i) slots_[i].memory = options_.slots[i];
 }
 
 LayerWindow::~LayerWindow() {
   forget();
-  if (source_.hangs()) storage::leak_in_flight(std::shared_ptr(options_.slots_owner));
+  if (!source_.hangs()) return;
+  storage::leak_in_flight(std::shared_ptr(options_.slots_owner));
+  storage::leak_in_flight(std::shared_ptr(more_));
 }
 
 void LayerWindow::start(std::span<const uint32_t> order) {
@@ -49,18 +62,14 @@ void LayerWindow::start(std::span<const uint32_t> order) {
 }
 
 Result<std::byte*> LayerWindow::get(uint32_t unit) {
-  const size_t use = next_use(unit);
+  const size_t use = plan::next_use(uses(), unit);
   if (use < order_.size()) next_ = use + 1;
   uint32_t found = slot_of(unit);
   if (found != kNone) {
     ++hits_;
   } else if (failure_.ok()) {
     ++misses_;
-    found = victim(0);
-    if (found == kNone) {
-      return Status(ErrorCode::kFailedPrecondition, "every slot of the layer window is held",
-                    "Release a unit first, or give the window more slots.");
-    }
+    SI_ASSIGN_OR_RETURN(found, slot_for(unit));
     failure_ = load(unit, found);
   }
   if (failure_.ok()) {
@@ -94,37 +103,45 @@ uint32_t LayerWindow::slot_of(uint32_t unit) const {
   return kNone;
 }
 
-/// Where in the order it is used next; the order's end: never.
-size_t LayerWindow::next_use(uint32_t unit) const {
-  return static_cast<size_t>(
-      std::find(order_.begin() + static_cast<std::ptrdiff_t>(next_), order_.end(), unit) -
-      order_.begin());
+std::optional<uint32_t> LayerWindow::choose(uint32_t unit, std::optional<size_t> ahead) const {
+  std::vector<plan::Slot> slots;
+  for (const Slot& slot : slots_) {
+    slots.push_back({slot.memory.size(), std::nullopt, slot.held > 0});
+    if (slot.unit != kNone) slots.back().unit = slot.unit;
+  }
+  return plan::choose_slot(slots, uses(), unit, ahead);
 }
 
-/// The slot whose unit is used last of all, if that is after for_use. Nobody's slot before any.
-uint32_t LayerWindow::victim(size_t for_use) const {
-  uint32_t best = kNone;
-  size_t best_use = for_use;
-  for (uint32_t i = 0; i < slots_.size(); ++i) {
-    const Slot& slot = slots_[i];
-    if (slot.held > 0) continue;
-    if (slot.unit == kNone) return i;
-    const size_t use = next_use(slot.unit);
-    if (best == kNone ? use > for_use || for_use == 0 : use > best_use) {
-      best = i;
-      best_use = use;
-    }
+/// A slot for a unit that is wanted now.
+Result<uint32_t> LayerWindow::slot_for(uint32_t unit) {
+  if (const std::optional<uint32_t> slot = choose(unit)) return *slot;
+  const auto held = std::ranges::count_if(slots_, [](const Slot& slot) { return slot.held > 0; });
+  if (static_cast<size_t>(held) >= options_.slots.size()) {
+    return Status(ErrorCode::kFailedPrecondition, "every slot of the layer window is held",
+                  "Release a unit first, or give the window more slots.");
   }
-  return best;
+  SI_ASSIGN_OR_RETURN(more_->emplace_back(), base::AlignedBuffer::allocate(unit_bytes_[unit]));
+  slots_.emplace_back().memory = more_->back().bytes();
+  base::log(base::LogLevel::kWarning,
+            "units of weights are held together that are not next to each other in their order: "
+            "one more slot of " +
+                base::format_bytes(unit_bytes_[unit]));
+  return static_cast<uint32_t>(slots_.size() - 1);
+}
+
+uint64_t LayerWindow::more_bytes() const {
+  uint64_t bytes = 0;
+  for (const base::AlignedBuffer& buffer : *more_) bytes += buffer.bytes().size();
+  return bytes;
 }
 
 void LayerWindow::read_ahead() {
   for (size_t use = next_; use < order_.size() && failure_.ok(); ++use) {
     const uint32_t unit = order_[use];
     if (slot_of(unit) != kNone) continue;
-    const uint32_t slot = victim(use);
-    if (slot == kNone) return;
-    failure_ = load(unit, slot);
+    const std::optional<uint32_t> slot = choose(unit, use);
+    if (!slot) return;
+    failure_ = load(unit, *slot);
   }
 }
 
@@ -215,7 +232,7 @@ void LayerWindow::forget() {
 }
 
 std::byte* LayerWindow::at(const Slot& slot, uint64_t element) const {
-  return slot.memory + (element - slot.first) * value_bytes_;
+  return slot.memory.data() + (element - slot.first) * value_bytes_;
 }
 
 }  // namespace smartinf::engine

@@ -1,25 +1,29 @@
 // A window over weights that do not all fit in memory: units pass through a fixed number of slots,
 // read from the devices before they are used. The order of use is known, so a slot is given to the
-// unit that is used next, and taken from the one that is used last.
+// unit that is used next, and taken from the one that is used last (plan::choose_slot).
 #pragma once
 
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <span>
 #include <vector>
 
+#include "smartinf/base/aligned_buffer.h"
 #include "smartinf/base/float_formats.h"
 #include "smartinf/base/status.h"
 #include "smartinf/engine/weight_source.h"
+#include "smartinf/plan/slots.h"
 #include "smartinf/plan/unit.h"
 
 namespace smartinf::engine {
 
-/// Bytes of a slot that holds any of these units: whole subgroups, so that a unit has one at each
-/// end that it shares.
-uint64_t window_slot_bytes(const WeightSource& source, std::span<const plan::Unit> units,
-                           base::DataType type);
+/// Bytes of each of so many slots for these units, as plan::slot_sizes() has them. Of a unit there
+/// are whole subgroups in a slot: one at each end that it shares.
+std::vector<uint64_t> window_slot_bytes(const WeightSource& source,
+                                        std::span<const plan::Unit> units, base::DataType type,
+                                        uint32_t slots);
 
 /// Threads: one caller, who is the source's.
 class LayerWindow {
@@ -27,7 +31,7 @@ class LayerWindow {
   struct Options {
     std::vector<plan::Unit> units;
     base::DataType type = base::DataType::kBf16;
-    /// window_slot_bytes() each. At least as many as units are held at once; one more reads ahead.
+    /// window_slot_bytes(). At least as many as units are held at once; one more reads ahead.
     std::vector<std::span<std::byte>> slots;
     /// Owns the slots; lives as long as the window, and for ever where a read into them hangs.
     std::shared_ptr<const void> slots_owner;
@@ -46,8 +50,11 @@ class LayerWindow {
   void start(std::span<const uint32_t> order);
   /// The weights of the step whose update was started last, or of the committed one. Waits for
   /// them; a unit that is not in the order is read at once. They stay until release(), which every
-  /// get() needs that succeeds. Errors: of the device, named, also of what is read ahead, after
-  /// which any unit may be asked for again; kFailedPrecondition when all slots are held.
+  /// get() needs that succeeds. Where those that are large enough are held by others, and not all
+  /// are, there is one slot more from then on, and a remark: units are held together that are not
+  /// next to each other. Errors: of the device, named, also of what is read ahead, after which any
+  /// unit may be asked for again; kFailedPrecondition when as many units are held as there were
+  /// slots; kOutOfMemory.
   base::Result<std::byte*> get(uint32_t unit);
   void release(uint32_t unit);
   /// An update was started, or aborted: nothing that was read before is current.
@@ -56,6 +63,8 @@ class LayerWindow {
   /// Units that get() found in a slot or on their way, and those that it had to ask for.
   uint64_t hits() const { return hits_; }
   uint64_t misses() const { return misses_; }
+  /// Bytes of slots beside those that the window was given.
+  uint64_t more_bytes() const;
 
  private:
   static constexpr uint32_t kNone = ~0u;
@@ -67,7 +76,7 @@ class LayerWindow {
     const void* resident = nullptr;  // where it is in memory
   };
   struct Slot {
-    std::byte* memory = nullptr;
+    std::span<std::byte> memory;
     uint32_t unit = kNone;
     uint32_t held = 0;
     uint64_t first = 0;  // element at memory...
@@ -76,8 +85,9 @@ class LayerWindow {
   };
 
   uint32_t slot_of(uint32_t unit) const;
-  size_t next_use(uint32_t unit) const;
-  uint32_t victim(size_t for_use) const;
+  plan::Uses uses() const { return {order_, next_, unit_bytes_}; }
+  std::optional<uint32_t> choose(uint32_t unit, std::optional<size_t> ahead = std::nullopt) const;
+  base::Result<uint32_t> slot_for(uint32_t unit);
   void read_ahead();
   base::Status load(uint32_t unit, uint32_t slot);
   base::Status finish(Slot& slot);
@@ -89,7 +99,9 @@ class LayerWindow {
   WeightSource& source_;
   const Options options_;
   const uint64_t value_bytes_;
+  const std::vector<uint64_t> unit_bytes_;
   std::vector<Slot> slots_;
+  std::shared_ptr<std::vector<base::AlignedBuffer>> more_;  // of the last slots
   std::vector<uint32_t> order_;
   size_t next_ = 0;       // in order_: the use that get() is asked for next
   base::Status failure_;  // of reading ahead

@@ -9,6 +9,7 @@
 #include <functional>
 #include <memory>
 #include <numeric>
+#include <random>
 #include <span>
 #include <string>
 #include <thread>
@@ -32,13 +33,15 @@ using ::testing::SizeIs;
 
 constexpr uint32_t kUnits = 8;
 
-/// Units of equal length, so that subgroups lie across their borders.
-std::vector<plan::Unit> units_of(const Updater& updater) {
+/// Units of equal length, or the first of half of all; subgroups lie across their borders.
+std::vector<plan::Unit> units_of(const Updater& updater, bool large_first = false) {
   const uint64_t count = updater.space().count();
+  const uint64_t begin = large_first ? count / 2 : 0;
   std::vector<plan::Unit> units;
   for (uint32_t i = 0; i < kUnits; ++i) {
-    const uint64_t first = count * i / kUnits;
-    units.push_back({first, count * (i + 1) / kUnits - first, i, 1});
+    const uint64_t first = i == 0 ? 0 : begin + (count - begin) * i / kUnits;
+    const uint64_t end = begin + (count - begin) * (i + 1) / kUnits;
+    units.push_back({first, end - first, i, 1});
   }
   return units;
 }
@@ -62,11 +65,26 @@ std::vector<base::Bf16> all_weights(Updater& updater) {
   return all;
 }
 
+/// The least that hold neighbours. Returns their memory, in which each byte is a slot's.
+std::vector<std::byte> slots_for(const WeightSource& source, std::span<const plan::Unit> units,
+                                 uint32_t count, std::vector<std::span<std::byte>>& slots) {
+  const std::vector<uint64_t> sizes = window_slot_bytes(source, units, DataType::kBf16, count);
+  std::vector<std::byte> memory(std::accumulate(sizes.begin(), sizes.end(), uint64_t{0}));
+  std::span<std::byte> left(memory);
+  for (const uint64_t size : sizes) {
+    slots.push_back(left.first(size));
+    left = left.subspan(size);
+  }
+  return memory;
+}
+
 /// A window and its memory; the first units are resident.
 class Window {
  public:
-  Window(Updater& updater, uint32_t slots, uint32_t resident_units = 0)
-      : updater_(updater), units_(units_of(updater)), resident_(updater.space().count()) {
+  Window(Updater& updater, uint32_t slots, uint32_t resident_units = 0, bool large_first = false)
+      : updater_(updater),
+        units_(units_of(updater, large_first)),
+        resident_(updater.space().count()) {
     if (resident_units > 0) {
       const plan::Subgroup last = updater.subgroup_at(units_[resident_units - 1].end() - 1);
       resident_.resize(last.first + last.count);
@@ -75,9 +93,7 @@ class Window {
     }
     LayerWindow::Options options;
     options.units = units_;
-    const uint64_t slot = window_slot_bytes(updater, units_, DataType::kBf16);
-    memory_.resize(slot * slots);
-    for (uint32_t i = 0; i < slots; ++i) options.slots.emplace_back(&memory_[i * slot], slot);
+    memory_ = slots_for(updater, units_, slots, options.slots);
     options.resident = sink();
     options.wait_resident = [this](const plan::Subgroup& subgroup) {
       return updater_.wait_weights(subgroup.first, subgroup.count);
@@ -94,6 +110,7 @@ class Window {
     };
   }
   uint64_t resident_elements() const { return resident_.size(); }
+  uint64_t memory_bytes() const { return memory_.size(); }
 
   /// Whether it has been got with these bits; it is still held then.
   testing::AssertionResult has(uint32_t unit, const std::vector<base::Bf16>& all) {
@@ -174,6 +191,51 @@ TEST_P(LayerWindows, KeepForBackwardWhatForwardUsedLast) {
     EXPECT_EQ(window->hits(), 2 * kUnits);
     EXPECT_EQ(window->misses(), 0u);
   }
+}
+
+TEST_P(LayerWindows, HaveOneLargeSlotForALargeUnit) {
+  for (const uint32_t slots : {2, 3, 4}) {
+    Window window(*updater_, slots, 0, /*large_first=*/true);
+    EXPECT_LT(window.memory_bytes(), (slots + 4) * weights_.size() / 4) << "half of them once";
+    for (int pass = 0; pass < 2; ++pass) {
+      window->start(forward_and_backward());
+      window.expect(forward_and_backward(), weights_);
+    }
+    EXPECT_EQ(window->misses(), 0u) << slots;
+    EXPECT_EQ(window->more_bytes(), 0u) << slots;
+    window->start(std::vector<uint32_t>{6, 7, 0});
+    ASSERT_TRUE(window.has(6, weights_));
+    window->release(6);
+    ASSERT_TRUE(window.has(7, weights_));
+    ASSERT_TRUE(window.has(0, weights_)) << "a tied head's, beside its norm's";
+    EXPECT_EQ(window->more_bytes(), 0u) << slots;
+    window->release(7);
+    window->release(0);
+  }
+}
+
+/// In any order and with any held together, as long as they are no more than the slots.
+TEST_P(LayerWindows, HaveOneMoreSlotWhereUnitsAreHeldThatAreNoNeighbours) {
+  std::mt19937 random(7);
+  constexpr uint32_t kSlots = 3;
+  Window window(*updater_, kSlots, 0, /*large_first=*/true);
+  std::vector<uint32_t> held;
+  for (int use = 0; use < 200; ++use) {
+    if (use % 20 == 0) window->start(forward_and_backward());
+    const auto unit = static_cast<uint32_t>(random() % kUnits);
+    if (std::ranges::find(held, unit) == held.end()) {
+      ASSERT_TRUE(window.has(unit, weights_)) << use;
+      held.push_back(unit);
+    }
+    while (!held.empty() && (random() % 2 == 0 || held.size() == kSlots)) {
+      const size_t gone = random() % held.size();
+      window->release(held[gone]);
+      held.erase(held.begin() + static_cast<std::ptrdiff_t>(gone));
+    }
+  }
+  for (const uint32_t unit : held) window->release(unit);
+  EXPECT_GT(window->more_bytes(), 0u);
+  EXPECT_LT(window->more_bytes(), 3 * weights_.size()) << "as if each slot held the largest unit";
 }
 
 TEST_P(LayerWindows, GiveUnitsOutOfOrderToo) {

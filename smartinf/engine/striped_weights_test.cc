@@ -216,9 +216,10 @@ TEST_F(Striped, PassThroughALayerWindow) {
     const uint64_t first = elements * i / 5;
     options.units.push_back({first, elements * (i + 1) / 5 - first, i, 1});
   }
-  const uint64_t slot = window_slot_bytes(*weights, options.units, DataType::kBf16);
-  std::vector<std::byte> memory(2 * slot);
-  for (uint32_t i = 0; i < 2; ++i) options.slots.emplace_back(&memory[i * slot], slot);
+  std::vector<std::vector<std::byte>> memory;
+  for (const uint64_t size : window_slot_bytes(*weights, options.units, DataType::kBf16, 2)) {
+    options.slots.emplace_back(memory.emplace_back(size));
+  }
   const std::vector<plan::Unit> units = options.units;
   LayerWindow window(*weights, std::move(options));
   const std::vector<uint32_t> order = {0, 1, 2, 3, 4, 3, 2, 1, 0};

@@ -1,9 +1,10 @@
 #include "smartinf/plan/inference_memory.h"
 
-#include <algorithm>
+#include <span>
 #include <string>
 
 #include "smartinf/base/units.h"
+#include "smartinf/plan/slots.h"
 
 namespace smartinf::plan {
 namespace {
@@ -15,9 +16,10 @@ constexpr uint32_t kInferenceAcceleratorSlots = 2;
 InferencePlan plan_of(const InferenceMemoryInput& input, uint32_t in_memory,
                       uint32_t on_accelerator) {
   const auto all = static_cast<uint32_t>(input.units.size());
-  uint64_t largest = 0;
-  for (const Unit& unit : input.units) largest = std::max(largest, unit.count);
-  const uint64_t slot = input.value_bytes * largest;
+  const std::span<const Unit> units(input.units);
+  const auto in_slots = [&](uint32_t first, uint32_t slots) {
+    return input.value_bytes * slot_elements(units.subspan(first), slots);
+  };
   InferencePlan plan;
   plan.placement = {input.gpu ? on_accelerator : in_memory, in_memory,
                     in_memory < all ? kInferenceHostSlots : 0,
@@ -28,7 +30,8 @@ InferencePlan plan_of(const InferenceMemoryInput& input, uint32_t in_memory,
                                     {"activations", input.activation_bytes}};
   std::vector<MemoryPart>& host = plan.memory.host;
   host = {{"weights", input.value_bytes * elements_of(input.units, in_memory)},
-          {"slots of units", placement.host_slots * (slot + input.slot_padding_bytes)},
+          {"slots of units", in_slots(in_memory, placement.host_slots) +
+                                 placement.host_slots * input.slot_padding_bytes},
           {"buffers of the devices", input.source_bytes},
           {"the process itself", input.process_bytes}};
   if (input.gpu) {
@@ -36,7 +39,7 @@ InferencePlan plan_of(const InferenceMemoryInput& input, uint32_t in_memory,
     plan.memory.accelerator.insert(
         plan.memory.accelerator.begin(),
         {{"weights", input.value_bytes * elements_of(input.units, on_accelerator)},
-         {"slots of units", placement.accelerator_slots * slot}});
+         {"slots of units", in_slots(on_accelerator, placement.accelerator_slots)}});
     plan.memory.accelerator.push_back({"CUDA itself (assumed)", input.gpu_library_bytes});
     host.push_back({"adapters", input.value_bytes * input.adapters});
   } else {

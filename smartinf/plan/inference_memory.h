@@ -17,7 +17,7 @@ struct InferenceMemoryInput {
   uint64_t cache_bytes = 0;  // keys and values of all tokens
   uint64_t activation_bytes = 0;
   uint64_t source_bytes = 0;        // buffers of what weights come from
-  uint64_t slot_padding_bytes = 0;  // bytes of a slot beyond the largest unit's weights
+  uint64_t slot_padding_bytes = 0;  // bytes of a slot beyond its unit's weights
   uint64_t process_bytes = 0;       // resident before there is a model
   base::Status streams;             // why units cannot come from the source; ok: they can
 

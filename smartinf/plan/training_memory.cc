@@ -8,6 +8,7 @@
 
 #include "smartinf/base/state_format.h"
 #include "smartinf/base/units.h"
+#include "smartinf/plan/slots.h"
 
 namespace smartinf::plan {
 namespace {
@@ -213,12 +214,15 @@ TrainingMemory training_memory(const TrainingMemoryInput& input) {
   const uint64_t value_bytes = input.value_bytes;
   const uint64_t weights = value_bytes * model.parameters;
   const uint64_t largest = value_bytes * model.largest_parameter;
-  const uint64_t slot = value_bytes * largest_of(input.units);
-  const bool all_in_memory = input.placement.in_memory == input.units.size();
+  const std::span<const Unit> units(input.units);
+  const UnitPlacement& placement = input.placement;
+  const bool all_in_memory = placement.in_memory == units.size();
   const uint64_t host_slots =
-      stay || all_in_memory ? 0 : input.placement.host_slots * (slot + input.slot_padding_bytes);
-  const uint64_t in_host =
-      stay ? weights : value_bytes * elements_of(input.units, input.placement.in_memory);
+      stay || all_in_memory
+          ? 0
+          : value_bytes * slot_elements(units.subspan(placement.in_memory), placement.host_slots) +
+                placement.host_slots * input.slot_padding_bytes;
+  const uint64_t in_host = stay ? weights : value_bytes * elements_of(units, placement.in_memory);
   const Phase phase = stay ? peak_of_backward(input) : peak_of_stream(input);
   std::vector<MemoryPart> computing{{"weights", in_host},
                                     {"gradients", phase.gradients},
@@ -232,10 +236,10 @@ TrainingMemory training_memory(const TrainingMemoryInput& input) {
   TrainingMemory memory;
   if (input.gpu) {
     if (!stay) {
-      computing[0].bytes = value_bytes * elements_of(input.units, input.placement.on_accelerator);
-      const bool all_there = input.placement.on_accelerator == input.units.size();
-      computing.push_back(
-          {"slots of units", all_there ? 0 : input.placement.accelerator_slots * slot});
+      const uint32_t there = placement.on_accelerator;
+      computing[0].bytes = value_bytes * elements_of(units, there);
+      const uint64_t in_slots = slot_elements(units.subspan(there), placement.accelerator_slots);
+      computing.push_back({"slots of units", value_bytes * in_slots});
     }
     memory.accelerator = std::move(computing);
     memory.accelerator.push_back({"CUDA itself (assumed)", input.gpu_library_bytes});

@@ -82,7 +82,7 @@ struct TrainingMemoryInput {
   std::vector<Unit> units;
   UnitPlacement placement;
   uint64_t inputs_in_memory = 0;    // of units and micro batches; the others are on the devices
-  uint64_t slot_padding_bytes = 0;  // bytes of a slot beyond the largest unit's weights
+  uint64_t slot_padding_bytes = 0;  // bytes of a slot beyond its unit's weights
   uint64_t saved_in_memory = 0;  // offloading: of units and micro batches, what autograd keeps...
   uint64_t saved_bytes = 0;      // ...of each, at most
   bool saves_all = true;         // false: some units may be computed again all the same

@@ -42,7 +42,7 @@ inline uint64_t elements_of(std::span<const Unit> units, uint32_t count) {
 struct UnitPlacement {
   uint32_t on_accelerator = 0;     // units
   uint32_t in_memory = 0;          // units, with those on the accelerator
-  uint32_t host_slots = 0;         // for units that come from the devices, each of the largest
+  uint32_t host_slots = 0;         // for units that come from the devices
   uint32_t accelerator_slots = 0;  // for units that are not on the accelerator
 };
 

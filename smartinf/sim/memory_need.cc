@@ -7,6 +7,7 @@
 #include "smartinf/base/units.h"
 #include "smartinf/plan/memory_plan.h"
 #include "smartinf/plan/rank_share.h"
+#include "smartinf/plan/slots.h"
 #include "smartinf/sim/one_rank.h"
 
 namespace smartinf::sim {
@@ -173,13 +174,11 @@ plan::TrainingPlan place_streamed(plan::TrainingMemoryInput& memory, const Machi
     buffers = std::max(least, buffers / 2);
     plan = place(memory, machine, options, use, buffers);
   }
-  uint64_t slot = 0;
-  for (const plan::Unit& unit : memory.units) slot = std::max(slot, unit.count);
-  const plan::UnitPlacement& placement = plan.placement;
-  const bool all_stay = placement.in_memory == memory.units.size();
+  const uint32_t stay = plan.placement.in_memory;
+  const uint64_t slots =
+      plan::slot_elements(std::span(memory.units).subspan(stay), plan.placement.host_slots);
   memory_budget = buffers + plan.gradient_memory_bytes +
-                  memory.value_bytes * (plan::elements_of(memory.units, placement.in_memory) +
-                                        (all_stay ? 0 : placement.host_slots * slot));
+                  memory.value_bytes * (plan::elements_of(memory.units, stay) + slots);
   return plan;
 }
 

@@ -1,6 +1,6 @@
 #include "smartinf/train/layer_stream.h"
 
-#include <algorithm>
+#include <span>
 #include <utility>
 
 #include <c10/core/StreamGuard.h>
@@ -47,18 +47,20 @@ LayerStream::LayerStream(engine::WeightSource& source, const Model& model,
   for (size_t unit = 0; unit < units.size() && units[unit].end() <= resident_elements_; ++unit) {
     weights_[unit] = model.weights_of(unit, part(accelerator_N_, units[unit]));
   }
+  for (const plan::Unit& unit : units) unit_elements_.push_back(unit.count);
   if (streams) {
-    const uint64_t slot_bytes =
-        base::round_up(engine::window_slot_bytes(source, units.subspan(placement.in_memory), type),
-                       base::kIoAlignment);
-    const uint64_t slot_elements = slot_bytes / base::data_type_bytes(type);
-    slots_N_ = torch::empty({elements(slot_elements * placement.host_slots)}, host);
+    uint64_t all_bytes = 0;
+    std::vector<uint64_t> slots = engine::window_slot_bytes(
+        source, units.subspan(placement.in_memory), type, placement.host_slots);
+    for (uint64_t& bytes : slots) all_bytes += bytes = base::round_up(bytes, base::kIoAlignment);
+    slots_N_ = torch::empty({elements(all_bytes / base::data_type_bytes(type))}, host);
     engine::LayerWindow::Options window;
     window.units.assign(units.begin(), units.end());
     window.type = type;
-    auto* memory = static_cast<std::byte*>(slots_N_.data_ptr());
-    for (uint32_t i = 0; i < placement.host_slots; ++i) {
-      window.slots.emplace_back(memory + i * slot_bytes, slot_bytes);
+    std::span left(static_cast<std::byte*>(slots_N_.data_ptr()), all_bytes);
+    for (const uint64_t bytes : slots) {
+      window.slots.push_back(left.first(bytes));
+      left = left.subspan(bytes);
     }
     window.slots_owner = std::make_shared<const Tensor>(slots_N_);
     window.resident = [this](uint64_t first) { return weights_at(first); };
@@ -68,20 +70,21 @@ LayerStream::LayerStream(engine::WeightSource& source, const Model& model,
     window_ = std::make_unique<engine::LayerWindow>(source, std::move(window));
   }
   if (beside && resident_elements_ < units.back().end()) {
-    uint64_t largest = 0;
-    for (size_t unit = placement.on_accelerator; unit < units.size(); ++unit) {
-      largest = std::max(largest, units[unit].count);
-    }
-    const c10::impl::VirtualGuardImpl device(accelerator.type());
-    copies_ = device.getStreamFromGlobalPool(accelerator);
-    for (uint32_t i = 0; i < placement.accelerator_slots; ++i) {
-      accelerator_slots_.push_back({torch::empty({elements(largest)}, accelerator_N_.options()),
-                                    std::nullopt, false, false, c10::Event(accelerator.type()),
-                                    c10::Event(accelerator.type())});
-      // Used by whoever had the memory before, in the order of this stream.
-      accelerator_slots_.back().used.record(device.getStream(accelerator));
+    copies_ = c10::impl::VirtualGuardImpl(accelerator.type()).getStreamFromGlobalPool(accelerator);
+    const auto streamed = std::span(unit_elements_).subspan(placement.on_accelerator);
+    for (const uint64_t size : plan::slot_sizes(streamed, placement.accelerator_slots)) {
+      add_accelerator_slot(size);
     }
   }
+}
+
+void LayerStream::add_accelerator_slot(uint64_t elements) {
+  const c10::impl::VirtualGuardImpl device(accelerator_.type());
+  accelerator_slots_.push_back(
+      {torch::empty({static_cast<int64_t>(elements)}, accelerator_N_.options()), std::nullopt,
+       false, false, c10::Event(accelerator_.type()), c10::Event(accelerator_.type())});
+  // Used by whoever had the memory before, in the order of this stream.
+  accelerator_slots_.back().used.record(device.getStream(accelerator_));
 }
 
 void LayerStream::close() {
@@ -145,24 +148,17 @@ Status LayerStream::arrive(uint64_t end) {
 }
 
 void LayerStream::start(std::vector<uint32_t> order) {
-  order_ = std::move(order);
   next_ = 0;
+  std::erase_if(order, [&](uint32_t unit) { return unit < placement_.on_accelerator; });
+  order_ = order;
   if (window_ == nullptr) return;
-  std::vector<uint32_t> streamed;
-  for (const uint32_t unit : order_) {
-    if (unit >= placement_.in_memory) streamed.push_back(unit);
-  }
-  window_->start(streamed);
-}
-
-size_t LayerStream::next_use(size_t unit) const {
-  return static_cast<size_t>(
-      std::find(order_.begin() + static_cast<std::ptrdiff_t>(next_), order_.end(), unit) -
-      order_.begin());
+  std::erase_if(order, [&](uint32_t unit) { return unit < placement_.in_memory; });
+  window_->start(order);
 }
 
 const UnitWeights& LayerStream::get(size_t unit) {
-  if (const size_t use = next_use(unit); use < order_.size()) next_ = use + 1;
+  const auto number = static_cast<uint32_t>(unit);
+  if (const size_t use = plan::next_use(uses(), number); use < order_.size()) next_ = use + 1;
   const plan::Unit& span = model_.units()[unit];
   if (span.end() <= resident_elements_) {
     throw_if_error(arrive(span.end()));
@@ -173,7 +169,7 @@ const UnitWeights& LayerStream::get(size_t unit) {
     return weights_[unit];
   }
   AcceleratorSlot* slot = slot_of(unit);
-  if (slot == nullptr) slot = &bring(unit);
+  if (slot == nullptr) slot = bring(number);
   slot->held = true;
   const c10::impl::VirtualGuardImpl device(accelerator_.type());
   slot->copied.block(device.getStream(accelerator_));
@@ -219,18 +215,23 @@ LayerStream::AcceleratorSlot* LayerStream::slot_of(size_t unit) {
   return nullptr;
 }
 
-/// Starts the copy of a unit to the slot that is not needed for the longest time.
-LayerStream::AcceleratorSlot& LayerStream::bring(size_t unit) {
-  AcceleratorSlot* to = nullptr;
-  size_t latest = 0;
-  for (AcceleratorSlot& slot : accelerator_slots_) {
-    if (slot.held) continue;
-    const size_t use = slot.unit.has_value() ? next_use(*slot.unit) : order_.size() + 1;
-    if (to != nullptr && use <= latest) continue;
-    to = &slot;
-    latest = use;
+/// Starts the copy of a unit to a slot (plan::choose_slot). Null: it is only brought ahead, and
+/// there is none for it.
+LayerStream::AcceleratorSlot* LayerStream::bring(uint32_t unit, std::optional<size_t> ahead) {
+  std::vector<plan::Slot> slots;
+  uint32_t held = 0;
+  for (const AcceleratorSlot& slot : accelerator_slots_) {
+    slots.push_back({static_cast<uint64_t>(slot.weights_N.numel()), slot.unit, slot.held});
+    held += slot.held ? 1 : 0;
   }
-  SI_CHECK(to != nullptr, "every slot on the accelerator is held");
+  std::optional<uint32_t> chosen = plan::choose_slot(slots, uses(), unit, ahead);
+  if (!chosen && ahead) return nullptr;
+  if (!chosen) {  // as the window does
+    SI_CHECK(held < placement_.accelerator_slots, "every slot on the accelerator is held");
+    chosen = static_cast<uint32_t>(slots.size());
+    add_accelerator_slot(unit_elements_[unit]);
+  }
+  AcceleratorSlot* const to = &accelerator_slots_[*chosen];
   finish_copy(*to);
   const Tensor host_N = in_host(unit);
   {
@@ -241,7 +242,7 @@ LayerStream::AcceleratorSlot& LayerStream::bring(size_t unit) {
   }
   to->unit = unit;
   to->host_held = unit >= placement_.in_memory;
-  return *to;
+  return to;
 }
 
 /// While the accelerator computes with one unit the next one is copied.
@@ -250,12 +251,8 @@ void LayerStream::bring_ahead() {
   for (AcceleratorSlot& slot : accelerator_slots_) {
     if (slot.host_held && !several_ranks_ && slot.copied.query()) finish_copy(slot);
   }
-  size_t use = next_;
-  while (use < order_.size() && order_[use] < placement_.on_accelerator) ++use;
-  if (use == order_.size() || slot_of(order_[use]) != nullptr) return;
-  const bool free = std::any_of(accelerator_slots_.begin(), accelerator_slots_.end(),
-                                [](const AcceleratorSlot& slot) { return !slot.held; });
-  if (free) bring(order_[use]);
+  if (next_ == order_.size() || slot_of(order_[next_]) != nullptr) return;
+  bring(order_[next_], next_);
 }
 
 /// The host's slot that a copy came from is free.

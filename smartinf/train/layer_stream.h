@@ -16,6 +16,7 @@
 #include "smartinf/base/status.h"
 #include "smartinf/engine/layer_window.h"
 #include "smartinf/engine/weight_source.h"
+#include "smartinf/plan/slots.h"
 #include "smartinf/plan/unit.h"
 #include "smartinf/train/model.h"
 #include "smartinf/train/trained_weights.h"
@@ -58,7 +59,7 @@ class LayerStream final : public TrainedWeights {
   /// A place on the accelerator for one unit at a time.
   struct AcceleratorSlot {
     torch::Tensor weights_N;
-    std::optional<size_t> unit;
+    std::optional<uint32_t> unit;
     bool held = false;
     bool host_held = false;  // the window's slot that it is copied from
     c10::Event copied;       // recorded where copies run
@@ -69,10 +70,11 @@ class LayerStream final : public TrainedWeights {
   base::Status arrive_in_host(uint64_t end);
   torch::Tensor in_host(size_t unit);
   AcceleratorSlot* slot_of(size_t unit);
-  AcceleratorSlot& bring(size_t unit);
+  void add_accelerator_slot(uint64_t elements);
+  plan::Uses uses() const { return {order_, next_, unit_elements_}; }
+  AcceleratorSlot* bring(uint32_t unit, std::optional<size_t> ahead = std::nullopt);
   void bring_ahead();
   void finish_copy(AcceleratorSlot& slot);
-  size_t next_use(size_t unit) const;
   torch::Tensor part(const torch::Tensor& weights_N, const plan::Unit& unit) const;
 
   engine::WeightSource& source_;
@@ -90,8 +92,9 @@ class LayerStream final : public TrainedWeights {
   std::unique_ptr<engine::LayerWindow> window_;
   std::vector<AcceleratorSlot> accelerator_slots_;
   std::optional<c10::Stream> copies_;
-  std::vector<uint32_t> order_;
-  size_t next_ = 0;            // in order_
+  std::vector<uint64_t> unit_elements_;  // of each unit
+  std::vector<uint32_t> order_;          // of those that are not on the accelerator
+  size_t next_ = 0;                      // in order_
   uint64_t host_arrived_ = 0;  // elements from the first on that have the last update's weights
   uint64_t arrived_ = 0;       // of them, where the model computes
   double waited_s_ = 0;

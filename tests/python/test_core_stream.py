@@ -52,16 +52,15 @@ class Window:
     def __init__(self, source, units, type, slots, resident=None, kept=(), shift=0):
         self.units = units
         self.dtype = TYPES[type]
-        self.slot_bytes = _core.window_slot_bytes(source, units, type)
-        self.memory = [torch.zeros(self.slot_bytes + 8192, dtype=torch.uint8) for _ in range(slots)]
+        sizes = _core.window_slot_bytes(source, units, type, slots)
+        self.memory = [torch.zeros(size + 8192, dtype=torch.uint8) for size in sizes]
         addresses = [-(-slot.data_ptr() // 4096) * 4096 + shift for slot in self.memory]
         self.resident = resident
         self.core = _core.LayerWindow(
             source,
             units,
             type,
-            addresses,
-            self.slot_bytes,
+            list(zip(addresses, sizes)),
             0 if resident is None else resident.data_ptr(),
             list(kept),
         )
@@ -348,9 +347,10 @@ def test_wrong_uses_are_errors_and_nothing_is_lost(tmp_path):
     window.expect(FORWARD_AND_BACKWARD, values)
     for units, what in [([(0, 0)], "unit 0"), ([(0, run.elements + 1)], "unit 0"), ([], "without units")]:
         with pytest.raises(smartinf.UsageError, match=what):
-            _core.window_slot_bytes(run.updater, units, "bf16")
+            _core.window_slot_bytes(run.updater, units, "bf16", 2)
     with pytest.raises(smartinf.UsageError, match="its units need"):
-        _core.LayerWindow(run.updater, run.units, "bf16", [window.memory[0].data_ptr()], window.slot_bytes - 1)
+        size = _core.window_slot_bytes(run.updater, run.units, "bf16", 1)[0]
+        _core.LayerWindow(run.updater, run.units, "bf16", [(window.memory[0].data_ptr(), size - 1)])
     with pytest.raises(smartinf.UsageError, match="no element"):
         run.updater.subgroup_end(run.elements)
 

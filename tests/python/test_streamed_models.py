@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import smartinf
-from smartinf import layer_major, layer_window, streamed_model, streaming, units
+from smartinf import _core, layer_major, layer_window, streamed_model, streaming, units
 from smartinf.absent_parameter import Absent
 
 transformers = pytest.importorskip("transformers")
@@ -34,7 +34,7 @@ def small_units(monkeypatch):
 
 def llama(**more):
     return transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(vocab_size=VOCABULARY, num_key_value_heads=2, **SIZES | more)
+        transformers.LlamaConfig(num_key_value_heads=2, **{"vocab_size": VOCABULARY} | SIZES | more)
     )
 
 
@@ -455,6 +455,41 @@ def many_experts():
             moe_intermediate_size=256, decoder_sparse_step=1, **SIZES,
         )
     )  # fmt: skip
+
+
+def test_one_slot_is_as_large_as_the_embedding_and_the_others_as_a_block(tmp_path, caplog):
+    """The embedding is the head as well: 19 MiB, of which three slots would not fit."""
+
+    def make():
+        return llama(tie_word_embeddings=True, vocab_size=40_000)
+
+    expected, plain, _ = plain_run(make, str(tmp_path / "plain"))
+    with caplog.at_level("INFO", "smartinf"):
+        model = smartinf.stream(made(make), tmp_path / "a", memory_budget="72MiB", keep=0)
+    assert "through slots of 20 MiB" in caplog.text
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    optimizer = adamw(model)
+    assert steps_of(model, optimizer) == expected
+    same(weights_of(model), weights_of(plain))
+    with pytest.raises(smartinf.UsageError, match="the largest of 19.6 MiB and the others of up to 577 KiB"):
+        smartinf.stream(made(make), tmp_path / "b", memory_budget="60MiB")
+
+
+@pytest.mark.parametrize("sizes", [[60, 10, 10, 10, 1], [10, 10, 10], [60, 10, 10, 10, 60], [5, 60, 10]])
+def test_the_plan_keeps_to_the_budget(sizes):
+    sizes = [size << 20 for size in sizes]
+    seen = set()
+    for budget in range(60 << 20, 500 << 20, 3 << 20):
+        try:
+            plan = streaming._plan(sizes, budget, None, ["a"])
+        except smartinf.UsageError:
+            continue
+        left = budget - plan.engine_bytes - plan.gradient_bytes
+        needed = [sum(sizes[:n]) + sum(_core.slot_sizes(sizes[n:], 3)) for n in range(len(sizes))] + [sum(sizes)]
+        assert needed[plan.kept_units] <= left
+        assert plan.kept_units >= len(sizes) - 1 or needed[plan.kept_units + 1] > left
+        seen.add(plan.kept_units)
+    assert len(seen) > 1 and len(sizes) in seen
 
 
 def test_only_experts_that_were_chosen_are_read(tmp_path, monkeypatch):

@@ -17,7 +17,8 @@ two real models, fetched as Python packages, beside transformers; a training run
 bad networks, with both sides killed; all of OpenCL's programs beside the cores; 146 million parameters on a test accelerator of 256 MB; a state of 4 GB checked and copied
 with 256 MiB of memory, which takes 17 GB of disk in /tmp or SMARTINF_STATE_DIR), then
 smartinf-crashtest with ten seeds of 1000 power cuts, then
-tests/reliability (states, processes and inputs harmed in some 1700 ways, counted in a table), then the wheel
+tests/reliability (states, processes and inputs harmed in some 1700 ways, counted in a table), then
+scripts/gpu_check.sh without a GPU (which fetches another torch), then the wheel
 (scripts/wheel.sh, which fetches auditwheel), then the kernels' tests on AArch64 (where qemu is
 there), then each fuzz target (where clang is there). Stops at the first failure.
 
@@ -50,6 +51,17 @@ done
 
 say "Harmed states, processes and inputs"
 ctest --test-dir build/release -C Nightly -R '^reliability_long$' --verbose
+
+# The check for machines with a GPU, as it runs there: with a torch of its own, from carried libraries, without a
+# network, but on the accelerator that tests pretend to have.
+gpu=build/gpu
+for python in python3.12 python3.13 python3; do
+  if "$python" -m venv "$gpu/venv" 2>/dev/null; then break; fi
+done
+step gpu-python "Installing torch 2.11 in $gpu/venv" "$gpu/venv/bin/pip" install torch==2.11.0 nanobind transformers peft ||
+  fail "torch 2.11 could not be installed" "Is the package index reachable?"
+scripts/gpu_check_deps.sh --python "$gpu/venv/bin/python" "$gpu/deps"
+unshare --map-root-user --net scripts/gpu_check.sh --quick --seconds 3600 --deps "$gpu/deps" --python "$gpu/venv/bin/python"
 
 scripts/wheel.sh
 scripts/test_arm.sh

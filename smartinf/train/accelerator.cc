@@ -33,7 +33,10 @@ Result<torch::Device> choose_accelerator(const char* key, const std::string& nam
 
 void pin_what_is_asked_for() {
   if (!c10::CachingAllocator::getAllocatorSettings().empty()) return;  // the user's
-  c10::CachingAllocator::setAllocatorSettings("pinned_max_round_threshold_mb:1");
+  const std::string key = "pinned_max_round_threshold_mb";
+  // torch before 2.15 has no such key, and rounds pinned memory up to a power of two.
+  if (!c10::CachingAllocator::AcceleratorAllocatorConfig::getKeys().contains(key)) return;
+  c10::CachingAllocator::setAllocatorSettings(key + ":1");
 }
 
 AcceleratorMemory memory_of(const torch::Device& accelerator) {

@@ -17,6 +17,7 @@ The modules, in the order in which a step meets them; each says in its first lin
 - residency, absent_parameter, late_weights, early_updates: weights that a step has left behind (overlap)
 - streaming, units, layer_stream, layer_window, layer_major: models larger than memory
 - activations, spooled_tensors: what autograd saves, on devices
+- device_copies: what goes between the host and a GPU beside what computes there
 - ranks, rank_calls, sharded_parameters: several processes; FSDP2
 - lineage, state_io, checkpoint, relayout, torch_state: which state this is, and its copies
 - hf, trainer_arguments, deepspeed: Trainer and Accelerate

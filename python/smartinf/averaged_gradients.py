@@ -137,7 +137,7 @@ class AveragedGradients(ReleasedGradients):
     """Released gradients, averaged over the ranks as they leave. Each rank's core gets its own part."""
 
     def __init__(self, accumulation_steps, session):
-        super().__init__(accumulation_steps, collective=True)
+        super().__init__(session.layout, accumulation_steps, collective=True)
         core, segment_of = session.core, session.layout.segment_of
 
         def put(param, within, values):
@@ -174,8 +174,12 @@ class AveragedGradients(ReleasedGradients):
     def _put(self, session, i, gradient):
         self._buckets.add(i, gradient)
 
+    def _put_piece(self, session, i, first, piece):
+        return False  # a bucket waits for whole gradients
+
     def _put_all(self, session, taking_part):
         """What backward has not handed over: sums of fewer passes than said, gradients set by hand."""
+        self._copies.finish()
         layout = session.layout
         for i, param in enumerate(layout.params):
             if i in self._handed_over and param.grad is not None:
@@ -185,7 +189,7 @@ class AveragedGradients(ReleasedGradients):
                     "are averaged over the ranks as they leave."
                 )
             if i in self._sums or param.grad is not None:
-                self._buckets.add(i, self._rest_of(layout, i))
+                self._buckets.add(i, self._rest_of(layout, i).to("cpu"))
         self._buckets.finish(taking_part)
         for segment in layout.segments:
             if not taking_part[segment.param]:

@@ -1,15 +1,18 @@
 """Where a step's gradients come from, by default: from p.grad, when step() is called."""
 
+import functools
+
 import torch
 
 from smartinf import sharded_parameters
+from smartinf.device_copies import Downloads
 from smartinf.errors import UsageError
 from smartinf.layout import TYPE_NAMES
 
 
-def on_host(layout, i):
-    """Of what this process holds of the parameter, [elements] in CPU memory, in its order; the gradient itself where
-    it can be."""
+def flat(layout, i):
+    """Of what this process holds of the parameter, [elements], in its order, where it is; the gradient itself where it
+    can be."""
     grad = sharded_parameters.local_gradient(layout.params[i], layout.names[i])
     if grad.layout is not torch.strided:
         raise UsageError(
@@ -20,7 +23,13 @@ def on_host(layout, i):
         raise UsageError(
             f"the gradient of {layout.names[i]} is {grad.dtype}; known are float32, bfloat16 and float16"
         )
-    return grad.detach().to("cpu").contiguous().view(-1)
+    return grad.detach().contiguous().view(-1)
+
+
+def of_all(layout):
+    """Bytes of the gradients that devices will have."""
+    local = map(layout.local, range(len(layout.params)))
+    return sum(tensor.nbytes for tensor in local if tensor.device.type != "cpu")
 
 
 class HeldGradients:
@@ -29,6 +38,9 @@ class HeldGradients:
 
     collective = False  # whether a step begins on all ranks in backward
     pending = False  # whether backward has handed over any since the last step
+
+    def __init__(self, layout):
+        self._copies = Downloads(of_all(layout))  # from devices
 
     def attach(self, session):
         """The session is open: backward calls the source from here on, if it is to."""
@@ -46,6 +58,7 @@ class HeldGradients:
 
     def forget(self):
         """The step is over: nothing has been handed over for the next."""
+        self._copies.drop()
 
     def drop(self, session):
         """The step is not made. Brings to an end what has been started for it."""
@@ -55,7 +68,7 @@ class HeldGradients:
 
     def _rest_of(self, layout, i):
         """Parameter i's gradient, which takes part; None: the core has it."""
-        return on_host(layout, i)
+        return flat(layout, i)
 
     def _put_all(self, session, taking_part):
         core, layout = session.core, session.layout
@@ -69,6 +82,9 @@ class HeldGradients:
             if gradient is None:
                 continue
             piece = gradient[segment.start : segment.stop]
+            if piece.device.type != "cpu":
+                self._copies.start(piece, functools.partial(put_piece, core, segment.index))
+                continue
             entry = (segment.index, piece.data_ptr(), TYPE_NAMES[piece.dtype])
             if held is not None and gradient.data_ptr() == sharded_parameters.local(held).data_ptr():
                 for to, value in zip((ranges, addresses, types), entry, strict=True):
@@ -77,3 +93,9 @@ class HeldGradients:
                 core.put_gradients(*([value] for value in entry))
         if ranges:
             core.put_gradients(ranges, addresses, types)
+        self._copies.finish()
+
+
+def put_piece(core, segment, first, piece):
+    """From element `first` of a segment on."""
+    core.put_gradient_part(segment, first, piece.data_ptr(), TYPE_NAMES[piece.dtype], piece.numel())

@@ -165,6 +165,7 @@ class LateWeights(Residency):
                 self.put(i, layout.params[i], Place.HERE)
                 if i in self._taking_part:
                     layout.copy_back(i)
+            layout.copied_back()
             layout.snapshot([i for i in taken if i in self._taking_part])
 
     def forget(self, layout):

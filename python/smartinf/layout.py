@@ -1,11 +1,12 @@
 """Where each torch parameter stands in the parameter space and in host memory."""
 
+import itertools
 import mmap
 from typing import NamedTuple
 
 import torch
 
-from smartinf import _core, sharded_parameters
+from smartinf import _core, device_copies, sharded_parameters
 from smartinf.digest import digest
 from smartinf.errors import UsageError
 
@@ -38,12 +39,37 @@ def _check(name, param):
 
 
 def _checksums(device, tensors):
-    """Of each of these tensors, all on `device`, a number that all of its values decide."""
+    """Of each of these tensors, all on `device`, a number that all of its values decide; _OnDevice where that is not the CPU."""
     if device.type != "cpu":
-        return torch.stack([digest(tensor) for tensor in tensors]).tolist()
+        sums = torch.stack([digest(tensor) for tensor in tensors])
+        return [_OnDevice(sums, k) for k in range(len(tensors))]
     if not all(tensor.is_contiguous() for tensor in tensors):  # one copy at a time
         return [_checksums(device, [tensor.contiguous()])[0] for tensor in tensors]
     return _core.checksums([t.data_ptr() for t in tensors], [t.numel() * t.element_size() for t in tensors])
+
+
+class _OnDevice(NamedTuple):
+    """A checksum that a device has found: number k of a tensor of them."""
+
+    sums: torch.Tensor
+    k: int
+
+
+def _bring(*contents):
+    """Checksums that are on devices are numbers of the host from here on; it waits once for each device."""
+    sums = {}  # by device and id
+    for content in itertools.chain.from_iterable(each.values() for each in contents):
+        if isinstance(content[-1], _OnDevice):
+            there = content[-1].sums
+            sums.setdefault(there.device, {})[id(there)] = there
+    here = {}
+    for tensors in sums.values():
+        numbers = iter(torch.cat(list(tensors.values())).tolist())
+        here |= {key: [next(numbers) for _ in range(len(tensor))] for key, tensor in tensors.items()}
+    for each in contents:
+        for i, (*others, one) in each.items():
+            if isinstance(one, _OnDevice):
+                each[i] = (*others, here[id(one.sums)][one.k])
 
 
 class Segment(NamedTuple):
@@ -145,6 +171,8 @@ class Layout:
         if hasattr(mmap, "MADV_HUGEPAGE"):
             self._memory.madvise(mmap.MADV_HUGEPAGE)
         self.flat = torch.frombuffer(self._memory, dtype=self.dtype, count=self.buffer_count)
+        self._uploads = device_copies.Uploads()
+        self._lock_pages()
         self._snapshot = {}
         self.index_of = {id(param): i for i, param in enumerate(self.params)}
         self.segment_of = {segment.param: segment.index for segment in self.segments}
@@ -230,6 +258,14 @@ class Layout:
             place = view[first : first + param.numel() * width]
             param.data = torch.frombuffer(place, dtype=self.dtype).view(param.shape)
 
+    def _lock_pages(self):
+        """Of what is copied to a device after each step."""
+        held = zip(self.firsts, self.shapes, self.params, self.kept, strict=True)
+        ends = [(first + shape.numel(), p.device) for first, shape, p, kept in held if kept and p.device.type != "cpu"]
+        if ends:
+            end, device = max(ends, key=lambda each: each[0])
+            device_copies.lock_pages(self.flat, self.flat.data_ptr(), end * self.dtype.itemsize, device)
+
     def values(self, i):
         """What this process holds of parameter i, as a contiguous tensor [elements] in CPU memory, of its own type."""
         if not self.kept[i]:
@@ -237,7 +273,7 @@ class Layout:
         return self.local(i).detach().to("cpu").contiguous().view(-1)
 
     def copy_back(self, i):
-        """Hands the weights that are in the flat buffer to parameter i."""
+        """Hands the weights that are in the flat buffer to parameter i. On a device it has them behind copied_back()."""
         param = self.params[i]
         if not self.kept[i]:
             return  # it is read when it is used
@@ -245,9 +281,17 @@ class Layout:
             torch.autograd.graph.increment_version(param)
         else:
             self._check_shape(i)
-            self.local(i).detach().copy_(self._flat_view(i))
+            self._uploads.start(self.local(i).detach(), self._flat_view(i))
             if self.mesh is not None:
                 torch.autograd.graph.increment_version(param)
+
+    def copied_back(self):
+        """What the current streams are given from here on computes with what copy_back() has handed over."""
+        self._uploads.order_before()
+
+    def wait_copies(self):
+        """Before the buffer is written: waits for what is still copied from it."""
+        self._uploads.wait()
 
     def _check_shape(self, i):
         if self.local(i).shape != self.shapes[i]:
@@ -281,5 +325,6 @@ class Layout:
         moved: also those that only have another place.
         Errors: UsageError that names a parameter whose shape has changed."""
         contents = self._contents(range(len(self.params)) if which is None else which)
+        _bring(self._snapshot, contents)
         first = 0 if moved else 1
         return [i for i, content in contents.items() if self._snapshot.get(i, ())[first:] != content[first:]]

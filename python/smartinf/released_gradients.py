@@ -1,7 +1,8 @@
 """Gradients that leave during backward (release_gradients=True): each is handed over when it is complete, or
-summed in host memory over as many backward passes as make a step."""
+summed in host memory over as many backward passes as make a step. Those of a device are, once they have come from there."""
 
 import functools
+import weakref
 
 import torch
 
@@ -30,7 +31,8 @@ def _watch_zero_grad():
 class ReleasedGradients(gradients.HeldGradients):
     """collective: several ranks hold a part of each parameter (FSDP2), so that a step begins on all of them."""
 
-    def __init__(self, accumulation_steps, collective=False):
+    def __init__(self, layout, accumulation_steps, collective=False):
+        super().__init__(layout)
         self._accumulation_steps = accumulation_steps
         self.collective = collective
         # Of the step in progress, by parameter:
@@ -66,6 +68,7 @@ class ReleasedGradients(gradients.HeldGradients):
 
     def pass_ended(self, batches):
         """So many batches went through a streamed model together."""
+        self._copies.finish()
         for i in self._later:
             self._passes[i] = self._passes.get(i, 0) + batches
             if self._passes[i] == self._accumulation_steps:
@@ -89,6 +92,7 @@ class ReleasedGradients(gradients.HeldGradients):
             )
 
     def forget(self):
+        super().forget()
         self._handed_over.clear()
         self._sums.clear()
         self._complete.clear()
@@ -98,7 +102,7 @@ class ReleasedGradients(gradients.HeldGradients):
     def _rest_of(self, layout, i):
         if i in self._handed_over:
             return None
-        return self._complete.get(i, self._sums.get(i)) if i in self._passes else gradients.on_host(layout, i)
+        return self._complete.get(i, self._sums.get(i)) if i in self._passes else gradients.flat(layout, i)
 
     def _take(self, session, param):
         """A backward pass has completed the gradient of `param`."""
@@ -110,23 +114,55 @@ class ReleasedGradients(gradients.HeldGradients):
                 "accumulation_steps; or, where a backward broke off and is left out, call zero_grad() of the optimizer or "
                 "the model before the next one."
             )
-        gradient = gradients.on_host(layout, i)
-        total = self._sums.pop(i, None)
-        if total is not None:
-            gradient = total.add_(gradient)
+        gradient = gradients.flat(layout, i)
+        first = i not in self._later and i not in self._passes
         stream = session.options.stream
         if stream is not None and stream.summed_later(param):
             self._later.add(i)
         else:
             self._passes[i] = self._passes.get(i, 0) + 1
-        if i in self._later or self._passes[i] < self._accumulation_steps:
+        last = i not in self._later and self._passes[i] == self._accumulation_steps
+        if last and not session.step_begun and not self._may_wait(session):
+            session.begin_step()
+            self._put_complete(session)
+        if gradient.device.type != "cpu" and gradient.numel() > 0:
+            own = weakref.proxy(session), i, first, last, gradient.numel()
+            self._copies.start(gradient, functools.partial(self._piece_arrived, *own))
+        else:
+            self._arrived(session, i, last, gradient.to("cpu"))
+
+    def _arrived(self, session, i, last, gradient):
+        """A pass's gradient. last: of the passes that make a step."""
+        total = self._sums.pop(i, None)
+        if total is not None:
+            gradient = total.add_(gradient)
+        if not last:
             # In f32: many sums rounded to bf16 would lose what a single pass adds.
             self._sums[i] = gradient if total is not None else gradient.to(torch.float32, copy=True)
             return
         self._complete[i] = gradient
-        if session.step_begun or not self._may_wait(session):
-            session.begin_step()
+        if session.step_begun:
             self._put_complete(session)
+
+    def _piece_arrived(self, session, i, first, last, count, begin, piece):
+        """Elements from `begin` on of a pass's gradient, `count` in all, are in pinned memory until this returns. first,
+        last: of the passes that make a step."""
+        end = begin + piece.numel()
+        if first and last and i not in self._sums and self._put_piece(session, i, begin, piece):
+            if end == count:
+                self._handed_over.add(i)
+            return
+        if first and begin == 0:
+            self._sums[i] = torch.empty(count, dtype=piece.dtype if last else torch.float32)
+        total = self._sums[i][begin:end]
+        if first:
+            total.copy_(piece)
+        else:
+            total.add_(piece)
+        if last and end == count:
+            self._complete[i] = self._sums.pop(i)
+            if session.step_begun:
+                self._put_complete(session)
 
     def _may_wait(self, session):
         """Complete gradients stay here, so that backward need not wait for the commit of the step before. Not where
@@ -135,7 +171,8 @@ class ReleasedGradients(gradients.HeldGradients):
 
     def _put_complete(self, session):
         for i in list(self._complete):
-            if session.updating_early:
+            # One on a device has its memory to itself until step().
+            if session.updating_early and session.layout.is_view(i):
                 # A module computed again in backward (gradient checkpointing) may make another gradient of a
                 # parameter that several modules share: until step() it stays as it is.
                 if not session.late.may_begin_early(session.layout, i):
@@ -143,6 +180,16 @@ class ReleasedGradients(gradients.HeldGradients):
                 session.late.begin_early(session.layout, i)
             self._put(session, i, self._complete.pop(i))
             self._handed_over.add(i)
+
+    def _put_all(self, session, taking_part):
+        self._copies.finish()
+        super()._put_all(session, taking_part)
+
+    def _put_piece(self, session, i, begin, piece):
+        """Returns whether the core takes it now."""
+        if session.step_begun:
+            gradients.put_piece(session.core, session.layout.segment_of[i], begin, piece)
+        return session.step_begun
 
     def _put(self, session, i, gradient):
         segment = session.layout.segment_of.get(i)

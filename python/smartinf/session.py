@@ -205,6 +205,7 @@ class Session:
                     self.stream.close_trained(core)
                 core.close()
                 _pass_remarks_on()
+                self.layout.wait_copies()
 
     def abandon(self):
         """Lets the devices go as they are; opening them again decides on the step."""
@@ -386,6 +387,7 @@ class Session:
             *update, norm_max = expected
             self._guess = self._for_core(*update)
             self.overlap = "early"
+            self.layout.wait_copies()
             self.core.start_early_update(*self._guess, norm_max)
 
     def _for_core(self, after, scale, group_options):
@@ -421,6 +423,7 @@ class Session:
         update = self._for_core(after, scale, group_options)
         self.phase = Phase.UPDATING
         self.wrong_guess = self.overlap == "early" and update != self._guess
+        layout.wait_copies()
         core.start_update(*update, layout.kept_spans)
         begin = time.monotonic()
         if self.late is not None:
@@ -442,6 +445,7 @@ class Session:
                 if taking_part[segment.param] and layout.kept[segment.param]:
                     core.wait_weights(segment.first, segment.count)
                     layout.copy_back(segment.param)
+            layout.copied_back()
             core.start_commit(after.to_json())
             if self.stream is not None:
                 self.stream.updated()
@@ -452,6 +456,7 @@ class Session:
             for i, taking in enumerate(taking_part):
                 if taking:
                     layout.copy_back(i)
+            layout.copied_back()
         self.waited_s += time.monotonic() - begin
         self.lineage, self.stepped = after, True
         self.gradients.forget()
@@ -497,6 +502,7 @@ class Session:
         layout = self.layout
         if self.late is not None:
             self.late.forget(layout)
+        layout.wait_copies()
         core.load_weights(layout.type_name, layout.owned_address, layout.kept_spans)
         if self.stream is not None and core is self.core:
             self._stream_from_core()
@@ -504,6 +510,7 @@ class Session:
         with torch.no_grad():
             for i in range(len(layout.params)):
                 layout.copy_back(i)
+        layout.copied_back()
         layout.snapshot()
 
     def adopt_changes(self):

@@ -184,9 +184,9 @@ class StorageOptimizer(torch.optim.Optimizer):
     def _gradient_source(self, session):
         options = self._options
         if not options.release:
-            return HeldGradients()
+            return HeldGradients(session.layout)
         if session.ranks.world == 1 or options.mesh is not None:
-            return ReleasedGradients(options.accumulation_steps, collective=session.ranks.world > 1)
+            return ReleasedGradients(session.layout, options.accumulation_steps, collective=session.ranks.world > 1)
         return AveragedGradients(options.accumulation_steps, session)
 
     def _trainable(self):

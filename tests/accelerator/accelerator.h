@@ -25,6 +25,9 @@ extern "C" {
 void smartinf_test_accelerator_set_options(const Options* options);
 Memory smartinf_test_accelerator_memory();
 void smartinf_test_accelerator_reset_peak();
+/// Memory of the caller's counts as pinned, from `address` on, until it is unpinned.
+void smartinf_test_accelerator_pin(const void* address, uint64_t bytes);
+void smartinf_test_accelerator_unpin(const void* address);
 /// While held, no copy between host and device begins: late without a delay. Whoever waits for one
 /// waits until they are let go.
 void smartinf_test_accelerator_hold_copies(bool hold);

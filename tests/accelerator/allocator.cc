@@ -184,6 +184,14 @@ class PinnedMemory final : public c10::Allocator {
   void copy_data(void* to, const void* from, size_t bytes) const override {
     default_copy_data(to, from, bytes);
   }
+  void add(const void* address, size_t bytes) {
+    const std::lock_guard lock(mutex_);
+    ranges_.emplace(reinterpret_cast<uintptr_t>(address), bytes);
+  }
+  void remove(const void* address) {
+    const std::lock_guard lock(mutex_);
+    ranges_.erase(reinterpret_cast<uintptr_t>(address));
+  }
   bool contains(uintptr_t address) {
     const std::lock_guard lock(mutex_);
     const auto after = ranges_.upper_bound(address);
@@ -239,6 +247,13 @@ void resize_storage(const c10::Storage& storage, size_t bytes) {
 extern "C" Memory smartinf_test_accelerator_memory() {
   const auto bytes = device_memory().getDeviceStats(0).allocated_bytes[0];
   return {static_cast<uint64_t>(bytes.current), static_cast<uint64_t>(bytes.peak)};
+}
+
+extern "C" void smartinf_test_accelerator_pin(const void* address, uint64_t bytes) {
+  pinned_memory().add(address, bytes);
+}
+extern "C" void smartinf_test_accelerator_unpin(const void* address) {
+  pinned_memory().remove(address);
 }
 
 extern "C" void smartinf_test_accelerator_reset_peak() { device_memory().resetPeakStats(0); }

@@ -11,9 +11,8 @@ _library = None
 def register(library_path):
     """Loads the accelerator's library. Returns its device; once for each process."""
     global _library
-    _library = str(library_path)
-    torch.ops.load_library(_library)
-    device = torch.device("test_accelerator", 0)
+    torch.ops.load_library(str(library_path))
+    _library = ctypes.CDLL(str(library_path))
     module = types.ModuleType("test_accelerator")
     module.is_available = lambda: True
     module.device_count = lambda: 1
@@ -21,15 +20,30 @@ def register(library_path):
     module.set_device = lambda _: None
     module.is_initialized = lambda: True
     module._is_in_bad_fork = lambda: False
-    module.manual_seed_all = lambda seed: None  # torch.manual_seed()
+    module.manual_seed_all = lambda seed: None  # of torch.manual_seed()
     module.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
     module.synchronize = torch.accelerator.synchronize
+    module.cudart = lambda: _Cudart
     torch._register_device_module("test_accelerator", module)
-    return device
+    return torch.device("test_accelerator", 0)
+
+
+class _Cudart:
+    """As torch.cuda.cudart()."""
+
+    @staticmethod
+    def cudaHostRegister(address, size, flags):  # noqa: N802
+        _library.smartinf_test_accelerator_pin(ctypes.c_void_p(address), ctypes.c_uint64(size))
+        return 0
+
+    @staticmethod
+    def cudaHostUnregister(address):  # noqa: N802
+        _library.smartinf_test_accelerator_unpin(ctypes.c_void_p(address))
+        return 0
 
 
 def order_errors():
     """That the check of order has found since the beginning, also those that somebody caught."""
-    count = ctypes.CDLL(_library).smartinf_test_accelerator_order_errors
+    count = _library.smartinf_test_accelerator_order_errors
     count.restype = ctypes.c_uint64
     return count()

@@ -1,0 +1,132 @@
+"""Models on a device of their own, the pretend accelerator of tests/accelerator, whose copies come late and whose check
+finds an event that is missing: the same bits as on the CPU. A process has one such device, so that this file runs alone
+and only with SMARTINF_TEST_ACCELERATOR, the path of its library."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import smartinf
+from smartinf import device_copies
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "accelerator"))
+import test_accelerator  # noqa: E402
+
+LIBRARY = os.environ.get("SMARTINF_TEST_ACCELERATOR")
+if not LIBRARY:
+    pytest.skip("SMARTINF_TEST_ACCELERATOR does not name the library", allow_module_level=True)
+os.environ.setdefault("SMARTINF_TEST_ACCELERATOR_DELAY_US", "2000")
+ACCELERATOR = test_accelerator.register(LIBRARY)
+CPU = torch.device("cpu")
+STEPS = 3
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def ordered():
+    """Nothing is out of order, also where nobody has heard of the error."""
+    before = test_accelerator.order_errors()
+    yield
+    torch.accelerator.synchronize()
+    assert test_accelerator.order_errors() == before
+
+
+@pytest.fixture(autouse=True)
+def small_copies(monkeypatch):
+    """Gradients of several pieces, and a ring that is full all the time."""
+    monkeypatch.setattr(device_copies, "_PIECE_ELEMENTS", 1 << 20)
+    monkeypatch.setattr(device_copies, "_RING_BYTES", 0)
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = torch.nn.Embedding(1100, 1000)
+        self.body = torch.nn.ModuleList(torch.nn.Linear(1000, 1000) for _ in range(3))
+        self.norm = torch.nn.LayerNorm(1000)
+        self.head = torch.nn.Linear(1000, 1100, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x):
+        h = self.embed(x)
+        for layer in self.body:
+            h = h + torch.nn.functional.gelu(layer(h))
+        return self.head(self.norm(h))
+
+
+def made(device, folder, dtype, overlap=None, **options):
+    torch.manual_seed(5)
+    model = Model().to(dtype).to(device)
+    model.head.weight = model.embed.weight  # torch makes new parameters for a device of this kind
+    if overlap is not None:
+        options |= {"overlap": overlap, "model": model}
+    return model, smartinf.AdamW(model.parameters(), **({"lr": 1e-3, "devices": [str(folder)]} | options))
+
+
+def backward(model, device, number):
+    x = torch.randint(0, 1100, (2, 6), generator=torch.Generator().manual_seed(number)).to(device)
+    loss = torch.nn.functional.cross_entropy(model(x).view(-1, 1100).float(), x.roll(1, 1).view(-1))
+    loss.backward()
+    return loss.item()
+
+
+def weights(model):
+    return [param.detach().to("cpu", copy=True) for param in model.parameters()]
+
+
+def run(device, folder, dtype=torch.float32, passes=1, **options):
+    """Losses, norms and weights of some steps; between two of them the optimizer is made anew."""
+    model, optimizer = made(device, folder, dtype, **options)
+    seen = []
+    for step in range(STEPS):
+        if step == 2:
+            optimizer.close()
+            trained = dict(model.state_dict())
+            model, optimizer = made(device, folder, dtype, resume=True, **options)
+            assert all(torch.equal(value, trained[name]) for name, value in model.state_dict().items())
+        seen += [backward(model, device, passes * step + k) for k in range(passes)]
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append(float(optimizer.grad_norm))
+        if options.get("overlap") is None:
+            seen += weights(model)
+    optimizer.wait_weights()
+    seen += weights(model)
+    optimizer.close()
+    return seen
+
+
+def same(first, second):
+    assert len(first) == len(second)
+    for a, b in zip(first, second, strict=True):
+        assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"max_grad_norm": 0.5},
+        {"release_gradients": True},
+        {"release_gradients": True, "max_grad_norm": 0.5, "accumulation_steps": 2, "passes": 2},
+        {"release_gradients": True, "overlap": "late"},
+        {"release_gradients": True, "overlap": "early", "max_grad_norm": 0},
+        {"release_gradients": True, "overlap": "early", "max_grad_norm": 0.5},
+        {"overlap": "late"},
+    ],
+    ids=str,
+)
+def test_the_optimizer_of_a_device_has_the_bits_of_the_cpu(tmp_path, options, dtype):
+    same(run(CPU, tmp_path / "cpu", dtype, **options), run(ACCELERATOR, tmp_path / "device", dtype, **options))
+
+
+def test_memory_that_was_copied_from_may_be_written_behind_wait():
+    host, there, uploads = torch.ones(1000).pin_memory(), torch.zeros(1000, device=ACCELERATOR), device_copies.Uploads()
+    uploads.start(there, host)  # behind what has written the zeros
+    uploads.wait()
+    host.zero_()
+    assert there.sum().item() == 1000

@@ -9,12 +9,13 @@
 namespace smartinf::plan {
 namespace {
 
-/// One unit held (with a tied head two), one that is being read.
+/// One unit held (with a tied head two), one that is being read; on a GPU one more if it fits.
 constexpr uint32_t kInferenceHostSlots = 3;
 constexpr uint32_t kInferenceAcceleratorSlots = 2;
 
 InferencePlan plan_of(const InferenceMemoryInput& input, uint32_t in_memory,
-                      uint32_t on_accelerator) {
+                      uint32_t on_accelerator,
+                      uint32_t accelerator_slots = kInferenceAcceleratorSlots) {
   const auto all = static_cast<uint32_t>(input.units.size());
   const std::span<const Unit> units(input.units);
   const auto in_slots = [&](uint32_t first, uint32_t slots) {
@@ -23,7 +24,7 @@ InferencePlan plan_of(const InferenceMemoryInput& input, uint32_t in_memory,
   InferencePlan plan;
   plan.placement = {input.gpu ? on_accelerator : in_memory, in_memory,
                     in_memory < all ? kInferenceHostSlots : 0,
-                    input.gpu && on_accelerator < all ? kInferenceAcceleratorSlots : 0};
+                    input.gpu && on_accelerator < all ? accelerator_slots : 0};
   const UnitPlacement& placement = plan.placement;
   std::vector<MemoryPart> computing{{"adapters", input.value_bytes * input.adapters},
                                     {"keys and values", input.cache_bytes},
@@ -60,7 +61,9 @@ base::Result<InferencePlan> plan_inference(const InferenceMemoryInput& input) {
     for (uint32_t there = input.gpu ? in_memory + 1 : 1; there-- > 0;) {
       plan = plan_of(input, in_memory, there);
       if (plan.memory.host_bytes > input.host_limit_bytes) break;
-      if (plan.memory.accelerator_bytes <= input.accelerator_limit_bytes) return plan;
+      if (plan.memory.accelerator_bytes > input.accelerator_limit_bytes) continue;
+      InferencePlan more = plan_of(input, in_memory, there, kInferenceAcceleratorSlots + 1);
+      return more.memory.accelerator_bytes <= input.accelerator_limit_bytes ? more : plan;
     }
   }
   const bool host = plan.memory.host_bytes > input.host_limit_bytes;

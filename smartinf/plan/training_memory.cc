@@ -191,6 +191,13 @@ uint64_t layer_saved_bytes(const TrainingModel& model, TrainingProgram program,
   return model.tokens * (2 * norm + attention + forward);
 }
 
+uint64_t gradient_copies_elements(const TrainingModel& model, std::span<const Unit> units) {
+  const uint64_t of_unit =
+      model.adapters == 0 ? largest_of(units)
+                          : base::divide_up(model.adapters * most_layers_of(units), model.layers);
+  return std::max(model.largest_parameter, of_unit);
+}
+
 uint64_t total_bytes(std::span<const MemoryPart> parts) {
   uint64_t bytes = 0;
   for (const MemoryPart& part : parts) bytes += part.bytes;
@@ -246,7 +253,10 @@ TrainingMemory training_memory(const TrainingMemoryInput& input) {
     // New weights arrive in a flat buffer; gradients leave one by one.
     memory.host.push_back({"weights", in_host});
     memory.host.push_back({"adapters", adapters});
-    memory.host.push_back({"gradients on their way", python ? largest : 2 * largest});
+    const uint64_t copies = std::max(largest, value_bytes * input.gradient_copies_elements);
+    memory.host.push_back({"gradients on their way", python            ? largest
+                                                     : input.ranks > 1 ? 2 * largest
+                                                                       : copies});
     if (!stay && input.inputs_in_memory < inputs_of(input)) {
       memory.host.push_back({"inputs of units", input.inputs_in_memory * input_bytes(input)});
     }
@@ -282,9 +292,10 @@ bool fits(const TrainingMemory& memory, const TrainingPlanInput& input) {
 namespace {
 
 /// Slots with one unit held (with a tied head two), one that is being read, and one more, so that
-/// reading does not wait for the unit that is in use.
+/// reading does not wait for the unit that is in use. On an accelerator two do at least.
 constexpr uint32_t kHostSlots = 3;
-constexpr uint32_t kAcceleratorSlots = 2;
+constexpr uint32_t kAcceleratorSlotsMin = 2;
+constexpr uint32_t kAcceleratorSlots = 3;
 /// Unit inputs in memory at least, beside those of one unit: some on their way. So many buffers of
 /// what autograd keeps.
 constexpr uint64_t kOnTheirWay = 4;
@@ -331,7 +342,7 @@ class StreamPlan {
  public:
   StreamPlan(const TrainingPlanInput& input, bool offloads) : input_(input), memory_(input.memory) {
     memory_.recompute = true;
-    memory_.placement = {0, 0, kHostSlots, kAcceleratorSlots};
+    memory_.placement = {0, 0, kHostSlots, kAcceleratorSlotsMin};
     inputs_ = inputs_of(memory_);
     memory_.inputs_in_memory =
         input.spools ? std::min(inputs_, batches_of(memory_) + kOnTheirWay) : inputs_;
@@ -365,6 +376,7 @@ class StreamPlan {
     const auto units = static_cast<uint32_t>(memory_.units.size());
     grow(memory_.placement.in_memory, units);
     if (memory_.gpu && memory_.program == TrainingProgram::kTrain) {
+      grow(memory_.placement.accelerator_slots, kAcceleratorSlots);
       grow(memory_.placement.on_accelerator, memory_.placement.in_memory);
     }
     if (measures) grow(memory_.saved_in_memory, saved_);

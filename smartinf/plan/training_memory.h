@@ -83,6 +83,7 @@ struct TrainingMemoryInput {
   UnitPlacement placement;
   uint64_t inputs_in_memory = 0;    // of units and micro batches; the others are on the devices
   uint64_t slot_padding_bytes = 0;  // bytes of a slot beyond its unit's weights
+  uint64_t gradient_copies_elements = 0;  // kTrain on a GPU: as the function below has it
   uint64_t saved_in_memory = 0;  // offloading: of units and micro batches, what autograd keeps...
   uint64_t saved_bytes = 0;      // ...of each, at most
   bool saves_all = true;         // false: some units may be computed again all the same
@@ -108,6 +109,10 @@ struct TrainingMemory {
 /// Bytes that autograd keeps of one layer for backward where nothing is computed again.
 uint64_t layer_saved_bytes(const TrainingModel& model, TrainingProgram program,
                            uint32_t value_bytes);
+
+/// Elements of the memory through which gradients leave a GPU for the host: those of a unit, which
+/// backward makes at once. Pure.
+uint64_t gradient_copies_elements(const TrainingModel& model, std::span<const Unit> units);
 
 /// Alignment of the parts of a layer that are offloaded, as torch aligns tensors; kSavedTensors of
 /// them at most.

@@ -1,6 +1,7 @@
 #include "smartinf/plan/training_memory.h"
 
 #include <algorithm>
+#include <set>
 #include <string>
 #include <string_view>
 #include <tuple>
@@ -344,6 +345,31 @@ TEST(TrainingPlan, UnitsStayOnTheAcceleratorFirst) {
   EXPECT_EQ(plan.placement.in_memory, 18u);
   EXPECT_LT(plan.placement.on_accelerator, 18u);
   EXPECT_LE(plan.memory.accelerator_bytes, input.accelerator_limit_bytes);
+}
+
+TEST(TrainingPlan, AThirdSlotOnTheAcceleratorComesBeforeLayersThatStayThere) {
+  TrainingPlanInput input = planned(true);
+  input.accelerator_limit_bytes = uint64_t{1200} << 20;
+  std::set<uint32_t> seen;
+  for (auto plan = plan_training(input); plan.ok(); plan = plan_training(input)) {
+    const UnitPlacement& placement = plan->placement;
+    EXPECT_TRUE(placement.accelerator_slots == 3 || placement.on_accelerator <= 1);
+    seen.insert(placement.accelerator_slots);
+    input.accelerator_limit_bytes -= kLess;
+  }
+  EXPECT_EQ(seen, (std::set<uint32_t>{2, 3}));
+}
+
+TEST(TrainingPlan, GradientsLeaveAGpuThroughMemoryForThoseOfAUnit) {
+  const TrainingPlanInput input = planned(true);
+  const std::vector<Unit>& units = input.memory.units;
+  TrainingModel model = input.memory.model;
+  EXPECT_EQ(gradient_copies_elements(model, units), units[1].count);
+  model.largest_parameter = 2 * units[1].count;
+  EXPECT_EQ(gradient_copies_elements(model, units), model.largest_parameter);
+  model.largest_parameter = 1;
+  model.adapters = 1600;
+  EXPECT_EQ(gradient_copies_elements(model, units), 100u) << "adapters of one of sixteen layers";
 }
 
 }  // namespace

@@ -221,6 +221,7 @@ MemoryNeed memory_need(const ModelShape& model, const Machine& machine, const St
   if (input.gpu) input.process_bytes += kCudaHostBytes;
   MemoryNeed need;
   input.units = need.units = python ? python_units(model) : model.units();
+  input.gradient_copies_elements = plan::gradient_copies_elements(input.model, input.units);
   need.plan = use.streamed ? place_streamed(input, machine, options, use, need.memory_budget)
                            : place(input, machine, options, use, plan::kMemoryBudgetBytes);
   input.placement = need.plan.placement;

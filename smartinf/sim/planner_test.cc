@@ -137,7 +137,7 @@ TEST(Planner, TrainStreamsWhatDoesNotStay) {
   EXPECT_LE(need.host_bytes, plan.machine.host.memory_bytes);
   ASSERT_NE(best.options.streamed(), nullptr);
   EXPECT_EQ(best.options.streamed()->placement.in_memory, need.plan.placement.in_memory);
-  EXPECT_THAT(plan_result(plan).headline, HasSubstr("3 of 18 units from the host's memory"));
+  EXPECT_THAT(plan_result(plan).headline, HasSubstr("4 of 18 units from the host's memory"));
   // Methods that cannot stream do not fit.
   for (const PlanOption& option : plan.options) {
     const bool can =

@@ -81,6 +81,7 @@ class TorchGenerator final : public Generator {
   GeneratorOptions options_;
   ModelSource source_;
   const torch::Device accelerator_;
+  const CopyStreams copies_{accelerator_};
   base::DataType type_ = base::DataType::kBf16;
   std::vector<model::LoraTarget> targets_;
   plan::ParameterSpace trained_;  // of the run
@@ -215,7 +216,7 @@ Status TorchGenerator::load_all(std::span<const uint64_t> tokens) {
                                    static_cast<uint32_t>(positions), /*frozen=*/true);
   engine::WeightSource* source = files_.get();
   if (source == nullptr) source = updater_.get();
-  stream_ = std::make_unique<LayerStream>(*source, *model_, accelerator_, type_, plan_.placement);
+  stream_ = std::make_unique<LayerStream>(*source, *model_, copies_, type_, plan_.placement);
   if (lora()) {
     adapters_ = std::make_unique<Adapters>(*updater_, targets_, options.lora, model_->units(),
                                            accelerator_, type_);

@@ -1,50 +1,57 @@
 #include "smartinf/train/gradient_copies.h"
 
+#include <utility>
+
 #include <c10/core/StreamGuard.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include "smartinf/base/check.h"
 
 namespace smartinf::train {
 
-namespace {
-
-torch::Tensor pinned(torch::ScalarType type, uint64_t elements) {
-  return torch::empty({static_cast<int64_t>(elements)}, torch::dtype(type).pinned_memory(true));
-}
-
-}  // namespace
-
-GradientCopies::GradientCopies(torch::Device accelerator, torch::ScalarType type, uint64_t elements)
-    : accelerator_(accelerator),
-      copies_(c10::impl::VirtualGuardImpl(accelerator.type()).getStreamFromGlobalPool(accelerator)),
-      buffers_{Buffer{pinned(type, elements), c10::Event(accelerator.type())},
-               Buffer{pinned(type, elements), c10::Event(accelerator.type())}} {}
+GradientCopies::GradientCopies(const CopyStreams& streams, torch::ScalarType type,
+                               uint64_t elements)
+    : streams_(streams),
+      ring_N_(
+          torch::empty({static_cast<int64_t>(elements)}, torch::dtype(type).pinned_memory(true))) {}
 
 GradientCopies::~GradientCopies() {
-  for (Buffer& buffer : buffers_) buffer.copied.synchronize();
+  for (Copy& copy : under_way_) copy.copied.synchronize();
+}
+
+/// Behind the newest one, or at the beginning again.
+std::optional<uint64_t> GradientCopies::place_for(uint64_t elements) const {
+  const auto all = static_cast<uint64_t>(ring_N_.numel());
+  const uint64_t begin = under_way_.empty() ? 0 : under_way_.front().at;
+  const uint64_t end = under_way_.empty() ? 0 : end_;
+  if (!under_way_.empty() && end <= begin) {
+    return elements <= begin - end ? std::optional(end) : std::nullopt;
+  }
+  if (elements <= all - end) return end;
+  return elements <= begin ? std::optional(uint64_t{0}) : std::nullopt;
 }
 
 void GradientCopies::start(uint64_t first, const torch::Tensor& gradient) {
-  SI_CHECK(!full(), "more gradients are copied than there are buffers");
-  Buffer& buffer = buffers_[started_++ % buffers_.size()];
-  const torch::Tensor to = buffer.values_N.narrow(0, 0, gradient.numel());
-  c10::Event made(accelerator_.type());
-  made.record(c10::impl::VirtualGuardImpl(accelerator_.type()).getStream(accelerator_));
-  const c10::StreamGuard guard(copies_);
-  made.block(copies_);
+  const auto count = static_cast<uint64_t>(gradient.numel());
+  const std::optional<uint64_t> place = place_for(count);
+  SI_CHECK(place.has_value(), "a gradient is copied for which there is no room");
+  const torch::Tensor to =
+      ring_N_.narrow(0, static_cast<int64_t>(*place), static_cast<int64_t>(count));
+  const c10::Event made = streams_.done_so_far();
+  const c10::StreamGuard guard(streams_.down());
+  made.block(streams_.down());
   to.copy_(gradient.flatten(), /*non_blocking=*/true);
-  gradient.record_stream(copies_);  // the caller may let go of it
-  buffer.copied.record(copies_);
-  under_way_.push_back({first, static_cast<uint64_t>(gradient.numel()), to.const_data_ptr()});
+  gradient.record_stream(streams_.down());  // the caller may let go of it
+  under_way_.push_back({{first, count, to.const_data_ptr()}, *place, streams_.event()});
+  under_way_.back().copied.record(streams_.down());
+  end_ = *place + count;
 }
 
 GradientCopies::Copied GradientCopies::next() {
   SI_CHECK(!empty(), "no gradient is copied");
-  const Copied oldest = under_way_.front();
-  buffers_[(started_ - under_way_.size()) % buffers_.size()].copied.synchronize();
+  Copy oldest = std::move(under_way_.front());
   under_way_.pop_front();
-  return oldest;
+  oldest.copied.synchronize();
+  return oldest.copied_to;
 }
 
 }  // namespace smartinf::train

@@ -1,31 +1,37 @@
-// Brings gradients from an accelerator to the host's memory, through two buffers on a stream of its
-// own: one is copied while the one before it is sent on.
+// Brings gradients from an accelerator to the host's memory, through a ring on a stream of its own:
+// the caller waits for a copy only where the ring has no room for the next one.
 #pragma once
 
-#include <array>
 #include <cstdint>
 #include <deque>
+#include <optional>
 
 #include <c10/core/Event.h>
-#include <c10/core/Stream.h>
 #include <torch/types.h>
+
+#include "smartinf/train/copy_streams.h"
 
 namespace smartinf::train {
 
 /// Threads: one caller. Errors: torch throws.
 class GradientCopies {
  public:
-  /// Pinned memory for two gradients of at most `elements` each is allocated here.
-  GradientCopies(torch::Device accelerator, torch::ScalarType type, uint64_t elements);
+  /// Pinned memory for `elements` is allocated here: for each gradient, and better for those of a
+  /// unit, which backward makes at once. The streams outlive this.
+  GradientCopies(const CopyStreams& streams, torch::ScalarType type, uint64_t elements);
   /// Waits for copies.
   ~GradientCopies();
   GradientCopies(const GradientCopies&) = delete;
   GradientCopies& operator=(const GradientCopies&) = delete;
 
-  /// Copies it once the current stream has made it: contiguous, of the type. Not while full().
+  /// Whether there is room for so many elements.
+  bool fits(uint64_t elements) const { return place_for(elements).has_value(); }
+  /// Copies it once the current stream has made it: contiguous, of the type. Not if it does not
+  /// fit.
   void start(uint64_t first, const torch::Tensor& gradient);
-  bool full() const { return under_way_.size() == buffers_.size(); }
   bool empty() const { return under_way_.empty(); }
+  /// Whether next() would not wait. Not while empty().
+  bool next_is_there() const { return under_way_.front().copied.query(); }
 
   struct Copied {
     uint64_t first = 0;
@@ -36,16 +42,17 @@ class GradientCopies {
   Copied next();
 
  private:
-  struct Buffer {
-    torch::Tensor values_N;
+  struct Copy {
+    Copied copied_to;
+    uint64_t at = 0;  // in the ring
     c10::Event copied;
   };
+  std::optional<uint64_t> place_for(uint64_t elements) const;
 
-  const torch::Device accelerator_;
-  const c10::Stream copies_;
-  std::array<Buffer, 2> buffers_;
-  std::deque<Copied> under_way_;
-  size_t started_ = 0;  // of all time: the next one's buffer
+  const CopyStreams& streams_;
+  torch::Tensor ring_N_;
+  std::deque<Copy> under_way_;  // oldest first
+  uint64_t end_ = 0;            // of the newest one
 };
 
 }  // namespace smartinf::train

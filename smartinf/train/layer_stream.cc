@@ -1,10 +1,10 @@
 #include "smartinf/train/layer_stream.h"
 
+#include <algorithm>
 #include <span>
 #include <utility>
 
 #include <c10/core/StreamGuard.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include "smartinf/base/check.h"
 #include "smartinf/base/clock.h"
@@ -19,22 +19,22 @@ using base::Status;
 using torch::Tensor;
 
 LayerStream::LayerStream(engine::WeightSource& source, const Model& model,
-                         torch::Device accelerator, base::DataType type,
+                         const CopyStreams& streams, base::DataType type,
                          const plan::UnitPlacement& placement, bool several_ranks)
     : source_(source),
       model_(model),
-      accelerator_(accelerator),
+      streams_(streams),
       type_(type),
       placement_(placement),
       several_ranks_(several_ranks),
       weights_(model.units().size()) {
   const std::span<const plan::Unit> units = model.units();
-  const bool beside = !accelerator.is_cpu();
+  const bool beside = streams.beside();
   const auto host = torch::dtype(scalar_type(type)).pinned_memory(beside);
   const auto elements = [](uint64_t count) { return static_cast<int64_t>(count); };
-  const bool streams = placement.in_memory < units.size();
+  const bool from_devices = placement.in_memory < units.size();
   host_elements_ = plan::elements_of(units, placement.in_memory);
-  if (streams && host_elements_ > 0) {
+  if (from_devices && host_elements_ > 0) {
     const plan::Subgroup last = source.subgroup_at(host_elements_ - 1);
     host_elements_ = last.first + last.count;
   }
@@ -42,13 +42,17 @@ LayerStream::LayerStream(engine::WeightSource& source, const Model& model,
   resident_elements_ =
       plan::elements_of(units, beside ? placement.on_accelerator : placement.in_memory);
   accelerator_N_ = beside ? torch::empty({elements(resident_elements_)},
-                                         host.pinned_memory(false).device(accelerator))
+                                         host.pinned_memory(false).device(streams.device()))
                           : host_N_;
+  if (beside) {
+    old_used_ = streams.done_so_far();  // by whoever had the memory before
+    arrived_there_.emplace(streams.event());
+  }
   for (size_t unit = 0; unit < units.size() && units[unit].end() <= resident_elements_; ++unit) {
     weights_[unit] = model.weights_of(unit, part(accelerator_N_, units[unit]));
   }
   for (const plan::Unit& unit : units) unit_elements_.push_back(unit.count);
-  if (streams) {
+  if (from_devices) {
     uint64_t all_bytes = 0;
     std::vector<uint64_t> slots = engine::window_slot_bytes(
         source, units.subspan(placement.in_memory), type, placement.host_slots);
@@ -70,7 +74,6 @@ LayerStream::LayerStream(engine::WeightSource& source, const Model& model,
     window_ = std::make_unique<engine::LayerWindow>(source, std::move(window));
   }
   if (beside && resident_elements_ < units.back().end()) {
-    copies_ = c10::impl::VirtualGuardImpl(accelerator.type()).getStreamFromGlobalPool(accelerator);
     const auto streamed = std::span(unit_elements_).subspan(placement.on_accelerator);
     for (const uint64_t size : plan::slot_sizes(streamed, placement.accelerator_slots)) {
       add_accelerator_slot(size);
@@ -79,12 +82,10 @@ LayerStream::LayerStream(engine::WeightSource& source, const Model& model,
 }
 
 void LayerStream::add_accelerator_slot(uint64_t elements) {
-  const c10::impl::VirtualGuardImpl device(accelerator_.type());
-  accelerator_slots_.push_back(
-      {torch::empty({static_cast<int64_t>(elements)}, accelerator_N_.options()), std::nullopt,
-       false, false, c10::Event(accelerator_.type()), c10::Event(accelerator_.type())});
+  Tensor weights_N = torch::empty({static_cast<int64_t>(elements)}, accelerator_N_.options());
   // Used by whoever had the memory before, in the order of this stream.
-  accelerator_slots_.back().used.record(device.getStream(accelerator_));
+  accelerator_slots_.push_back(
+      {std::move(weights_N), std::nullopt, false, false, streams_.event(), streams_.done_so_far()});
 }
 
 void LayerStream::close() {
@@ -113,6 +114,7 @@ void* LayerStream::weights_at(uint64_t element) const {
 
 void LayerStream::updated() {
   host_arrived_ = arrived_ = 0;
+  if (streams_.beside()) old_used_->record(streams_.current());
   for (AcceleratorSlot& slot : accelerator_slots_) {
     finish_copy(slot);
     slot.unit.reset();
@@ -137,11 +139,17 @@ Status LayerStream::arrive_in_host(uint64_t end) {
 Status LayerStream::arrive(uint64_t end) {
   SI_RETURN_IF_ERROR(arrive_in_host(end));
   if (end <= arrived_) return Status();
-  if (!accelerator_.is_cpu()) {
+  if (streams_.beside()) {
     const plan::Unit some{arrived_, end - arrived_};
-    // variable_data(): autograd does not take this for a change of what the units before have
-    // kept for backward.
-    part(accelerator_N_.variable_data(), some).copy_(part(host_N_, some), /*non_blocking=*/true);
+    {
+      const c10::StreamGuard guard(streams_.up());
+      old_used_->block(streams_.up());
+      // variable_data(): autograd does not take this for a change of what the units before have
+      // kept for backward.
+      part(accelerator_N_.variable_data(), some).copy_(part(host_N_, some), /*non_blocking=*/true);
+      arrived_there_->record(streams_.up());
+    }
+    arrived_there_->block(streams_.current());
   }
   arrived_ = end;
   return Status();
@@ -164,28 +172,33 @@ const UnitWeights& LayerStream::get(size_t unit) {
     throw_if_error(arrive(span.end()));
     return weights_[unit];
   }
-  if (accelerator_.is_cpu()) {
+  if (!streams_.beside()) {
     weights_[unit] = model_.weights_of(unit, in_host(unit));
     return weights_[unit];
   }
   AcceleratorSlot* slot = slot_of(unit);
   if (slot == nullptr) slot = bring(number);
   slot->held = true;
-  const c10::impl::VirtualGuardImpl device(accelerator_.type());
-  slot->copied.block(device.getStream(accelerator_));
+  slot->copied.block(streams_.current());
   weights_[unit] =
       model_.weights_of(unit, slot->weights_N.narrow(0, 0, static_cast<int64_t>(span.count)));
   return weights_[unit];
 }
 
 void LayerStream::release(size_t unit) {
-  if (model_.units()[unit].end() <= resident_elements_) return bring_ahead();
+  if (model_.units()[unit].end() <= resident_elements_) {
+    // The next one's new weights come up while the accelerator computes with this one.
+    const auto next = std::min<size_t>(unit + 2, placement_.on_accelerator);
+    if (streams_.beside()) {
+      throw_if_error(arrive(plan::elements_of(model_.units(), static_cast<uint32_t>(next))));
+    }
+    return bring_ahead();
+  }
   weights_[unit].clear();
-  if (accelerator_.is_cpu()) return window_->release(static_cast<uint32_t>(unit));
-  const c10::impl::VirtualGuardImpl device(accelerator_.type());
+  if (!streams_.beside()) return window_->release(static_cast<uint32_t>(unit));
   AcceleratorSlot* slot = slot_of(unit);
   SI_CHECK(slot != nullptr && slot->held, "a unit is released that is not held");
-  slot->used.record(device.getStream(accelerator_));
+  slot->used.record(streams_.current());
   slot->held = false;
   // The copy is done by the time that the accelerator computes with it, which has only been
   // started.
@@ -235,24 +248,34 @@ LayerStream::AcceleratorSlot* LayerStream::bring(uint32_t unit, std::optional<si
   finish_copy(*to);
   const Tensor host_N = in_host(unit);
   {
-    const c10::StreamGuard guard(*copies_);
-    to->used.block(*copies_);  // by whoever had the slot before
+    const c10::StreamGuard guard(streams_.up());
+    to->used.block(streams_.up());  // by whoever had the slot before
     to->weights_N.variable_data().narrow(0, 0, host_N.size(0)).copy_(host_N, /*non_blocking=*/true);
-    to->copied.record(*copies_);
+    to->copied.record(streams_.up());
   }
   to->unit = unit;
   to->host_held = unit >= placement_.in_memory;
   return to;
 }
 
-/// While the accelerator computes with one unit the next one is copied.
+/// Whether its weights of the last update are in the host's memory, which nothing has to be asked
+/// for.
+bool LayerStream::is_at_hand(uint32_t unit) const {
+  return unit < placement_.in_memory && model_.units()[unit].end() <= host_arrived_;
+}
+
+/// While the accelerator computes with one unit the next ones are copied: those behind the next one
+/// where that waits for nothing.
 void LayerStream::bring_ahead() {
   if (accelerator_slots_.empty()) return;
   for (AcceleratorSlot& slot : accelerator_slots_) {
     if (slot.host_held && !several_ranks_ && slot.copied.query()) finish_copy(slot);
   }
-  if (next_ == order_.size() || slot_of(order_[next_]) != nullptr) return;
-  bring(order_[next_], next_);
+  for (size_t use = next_; use < order_.size(); ++use) {
+    if (slot_of(order_[use]) != nullptr) continue;
+    if (use > next_ && !is_at_hand(order_[use])) return;
+    if (bring(order_[use], use) == nullptr) return;
+  }
 }
 
 /// The host's slot that a copy came from is free.

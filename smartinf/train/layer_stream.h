@@ -9,7 +9,6 @@
 #include <vector>
 
 #include <c10/core/Event.h>
-#include <c10/core/Stream.h>
 #include <torch/types.h>
 
 #include "smartinf/base/float_formats.h"
@@ -18,6 +17,7 @@
 #include "smartinf/engine/weight_source.h"
 #include "smartinf/plan/slots.h"
 #include "smartinf/plan/unit.h"
+#include "smartinf/train/copy_streams.h"
 #include "smartinf/train/model.h"
 #include "smartinf/train/trained_weights.h"
 
@@ -27,9 +27,10 @@ namespace smartinf::train {
 class LayerStream final : public TrainedWeights {
  public:
   /// All memory is allocated here; beside an accelerator the host's is pinned. `source` lives
-  /// until close(), `model` longer than this. several_ranks: share the source, so that all have to
-  /// ask it for the same in the same order, whenever their copies to the accelerator end.
-  LayerStream(engine::WeightSource& source, const Model& model, torch::Device accelerator,
+  /// until close(), `model` and `streams` longer than this. several_ranks: share the source, so
+  /// that all have to ask it for the same in the same order, whenever their copies to the
+  /// accelerator end.
+  LayerStream(engine::WeightSource& source, const Model& model, const CopyStreams& streams,
               base::DataType type, const plan::UnitPlacement& placement,
               bool several_ranks = false);
   ~LayerStream() override { close(); }
@@ -62,12 +63,13 @@ class LayerStream final : public TrainedWeights {
     std::optional<uint32_t> unit;
     bool held = false;
     bool host_held = false;  // the window's slot that it is copied from
-    c10::Event copied;       // recorded where copies run
+    c10::Event copied;       // recorded where copies up run
     c10::Event used;         // recorded where the model computes
   };
 
   base::Status arrive(uint64_t end);
   base::Status arrive_in_host(uint64_t end);
+  bool is_at_hand(uint32_t unit) const;
   torch::Tensor in_host(size_t unit);
   AcceleratorSlot* slot_of(size_t unit);
   void add_accelerator_slot(uint64_t elements);
@@ -79,7 +81,7 @@ class LayerStream final : public TrainedWeights {
 
   engine::WeightSource& source_;
   const Model& model_;
-  const torch::Device accelerator_;
+  const CopyStreams& streams_;
   const base::DataType type_;
   const plan::UnitPlacement placement_;
   const bool several_ranks_;
@@ -91,7 +93,8 @@ class LayerStream final : public TrainedWeights {
   std::vector<UnitWeights> weights_;  // by unit; of one that is not resident while it is held
   std::unique_ptr<engine::LayerWindow> window_;
   std::vector<AcceleratorSlot> accelerator_slots_;
-  std::optional<c10::Stream> copies_;
+  std::optional<c10::Event> old_used_;  // what is on the accelerator, before the last update
+  std::optional<c10::Event> arrived_there_;
   std::vector<uint64_t> unit_elements_;  // of each unit
   std::vector<uint32_t> order_;          // of those that are not on the accelerator
   size_t next_ = 0;                      // in order_

@@ -85,7 +85,7 @@ class LateCopies : public testing::Test {
   }
 
   void make_stream(const plan::UnitPlacement& placement, bool several_ranks = false) {
-    stream_ = std::make_unique<LayerStream>(*updater_, *model_, accelerator_, base::DataType::kF32,
+    stream_ = std::make_unique<LayerStream>(*updater_, *model_, copies_, base::DataType::kF32,
                                             placement, several_ranks);
     ASSERT_TRUE(stream_->load().ok());
   }
@@ -101,6 +101,7 @@ class LateCopies : public testing::Test {
   }
 
   const torch::Device accelerator_{torch::kPrivateUse1, 0};
+  const CopyStreams copies_{accelerator_};
   std::unique_ptr<GivenWeights> updater_;
   std::unique_ptr<Model> model_;
   std::unique_ptr<LayerStream> stream_;
@@ -172,6 +173,48 @@ TEST_F(LateCopies, SeveralRanksAskForWeightsInOneOrderHoweverLateTheirCopiesAre)
       stream_->close();
     }
     EXPECT_EQ(fetched[0], fetched[1]);
+  }
+}
+
+TEST_F(LateCopies, NewWeightsOfTheNextUnitComeWhileOneComputesAndOverwriteNothingThatIsUsed) {
+  make_stream({kUnits, kUnits, 0, 0});
+  copies_.up().synchronize();
+  smartinf_test_accelerator_hold_copies(true);
+  const torch::Tensor old_N = start_reading(stream_->get(0), 0);
+  stream_->release(0);
+  stream_->updated();
+  auto* in_host = static_cast<float*>(stream_->weights_at(0));
+  std::fill_n(in_host, model_->units()[0].count, -1.0f);
+  updater_->waited_for = 0;
+  const torch::Tensor new_N = start_reading(stream_->get(0), 0);
+  EXPECT_EQ(updater_->waited_for, model_->units()[0].end());
+  stream_->release(0);
+  EXPECT_EQ(updater_->waited_for, model_->units()[1].end());
+  smartinf_test_accelerator_hold_copies(false);
+  copies_.current().synchronize();
+  EXPECT_EQ(old_N.const_data_ptr<float>()[1], GivenWeights::weight(1));
+  EXPECT_EQ(new_N.const_data_ptr<float>()[1], -1.0f);
+  EXPECT_EQ(test_accelerator::smartinf_test_accelerator_order_errors(), 0u);
+  stream_->close();
+}
+
+TEST_F(LateCopies, TwoUnitsAreBroughtAheadFromTheHostsMemoryIfThereAreThreeSlots) {
+  for (const uint32_t slots : {2, 3}) {
+    make_stream({0, kUnits, 0, slots});
+    stream_->start({0, 1, 2, 3, 4});
+    stream_->get(0);
+    stream_->get(1);
+    stream_->release(0);
+    copies_.up().synchronize();
+    std::fill_n(static_cast<float*>(stream_->weights_at(0)), updater_->space().count(), -1.0f);
+    stream_->release(1);
+    for (const size_t unit : {2, 3}) {
+      const torch::Tensor read_N = start_reading(stream_->get(unit), unit);
+      copies_.current().synchronize();
+      EXPECT_EQ(read_N.const_data_ptr<float>()[0] != -1.0f, unit < slots + 1) << unit;
+      stream_->release(unit);
+    }
+    stream_->close();
   }
 }
 

@@ -82,6 +82,7 @@ base::Result<plan::TrainingPlan> plan_run(const model::Architecture& model, cons
   memory.ranks = world;
   memory.sums_by_tree = options.ranks.order == SumOrder::kFixed;
   memory.units = model::make_units(model);
+  memory.gradient_copies_elements = plan::gradient_copies_elements(memory.model, memory.units);
   memory.process_bytes = limits.resident_bytes + kLoadedLaterBytes;
   if (options.train.where == OptimizerWhere::kMemory) {
     memory.optimizer_bytes = 16 * space.count();

@@ -7,7 +7,7 @@ namespace smartinf::train {
 using base::Status;
 
 torch::TensorOptions ModelWeights::tensor_options() const {
-  return torch::dtype(scalar_type(type_)).device(accelerator_);
+  return torch::dtype(scalar_type(type_)).device(accelerator());
 }
 
 Status ModelWeights::load(engine::Updater& updater, const Layout& layout) {
@@ -17,12 +17,12 @@ Status ModelWeights::load(engine::Updater& updater, const Layout& layout) {
                                    frozen());
   engine::WeightSource* source = &updater;
   if (frozen()) source = frozen_.get();
-  stream_ = std::make_unique<LayerStream>(*source, *model_, accelerator_, type_, layout.placement,
+  stream_ = std::make_unique<LayerStream>(*source, *model_, copies_, type_, layout.placement,
                                           layout.several_ranks);
   trained_ = stream_.get();
   if (frozen()) {
     adapters_ = std::make_unique<Adapters>(updater, layout.targets, layout.lora, model_->units(),
-                                           accelerator_, type_);
+                                           accelerator(), type_);
     trained_ = adapters_.get();
     SI_RETURN_IF_ERROR(adapters_->load());
   }

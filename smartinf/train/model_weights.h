@@ -13,6 +13,7 @@
 #include "smartinf/model/lora.h"
 #include "smartinf/plan/unit.h"
 #include "smartinf/train/adapters.h"
+#include "smartinf/train/copy_streams.h"
 #include "smartinf/train/frozen_weights.h"
 #include "smartinf/train/layer_stream.h"
 #include "smartinf/train/model.h"
@@ -23,9 +24,11 @@ namespace smartinf::train {
 class ModelWeights {
  public:
   ModelWeights(torch::Device accelerator, base::DataType type)
-      : accelerator_(accelerator), type_(type) {}
+      : copies_(accelerator), type_(type) {}
 
-  torch::Device accelerator() const { return accelerator_; }
+  torch::Device accelerator() const { return copies_.device(); }
+  /// Of all copies to and from the accelerator.
+  const CopyStreams& copy_streams() const { return copies_; }
   base::DataType type() const { return type_; }
   torch::TensorOptions tensor_options() const;
 
@@ -66,7 +69,7 @@ class ModelWeights {
   }
 
  private:
-  const torch::Device accelerator_;
+  const CopyStreams copies_;
   const base::DataType type_;
   std::unique_ptr<Model> model_;
   std::unique_ptr<FrozenWeights> frozen_;

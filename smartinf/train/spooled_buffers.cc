@@ -5,7 +5,6 @@
 #include <utility>
 
 #include <c10/core/StreamGuard.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include "smartinf/base/check.h"
 #include "smartinf/base/clock.h"
@@ -17,15 +16,12 @@ namespace smartinf::train {
 
 using torch::Tensor;
 
-SpooledBuffers::SpooledBuffers(engine::Spool& spool, torch::Device accelerator, uint64_t buffers,
+SpooledBuffers::SpooledBuffers(engine::Spool& spool, const CopyStreams& streams, uint64_t buffers,
                                uint64_t bytes)
-    : spool_(&spool),
-      accelerator_(accelerator),
-      buffer_bytes_(base::round_up(bytes, base::kIoAlignment)) {
-  const bool beside = !accelerator.is_cpu();
+    : spool_(&spool), streams_(&streams), buffer_bytes_(base::round_up(bytes, base::kIoAlignment)) {
   const auto all = static_cast<int64_t>(buffers * buffer_bytes_);
   memory_N_ = torch::empty({all + static_cast<int64_t>(base::kIoAlignment)},
-                           torch::dtype(torch::kUInt8).pinned_memory(beside));
+                           torch::dtype(torch::kUInt8).pinned_memory(beside()));
   const auto address = reinterpret_cast<uintptr_t>(memory_N_.data_ptr());
   memory_N_ = memory_N_.narrow(
       0, static_cast<int64_t>(base::round_up(address, base::kIoAlignment) - address), all);
@@ -33,12 +29,9 @@ SpooledBuffers::SpooledBuffers(engine::Spool& spool, torch::Device accelerator, 
     buffers_.push_back({memory_N_.narrow(0, static_cast<int64_t>(i * buffer_bytes_),
                                          static_cast<int64_t>(buffer_bytes_)),
                         std::nullopt});
-    if (beside) buffers_.back().copied.emplace(accelerator.type());
+    if (beside()) buffers_.back().copied.emplace(streams.event());
   }
   for (auto buffer = static_cast<uint32_t>(buffers); buffer-- > 0;) free_.push_back(buffer);
-  if (beside) {
-    copies_ = c10::impl::VirtualGuardImpl(accelerator.type()).getStreamFromGlobalPool(accelerator);
-  }
 }
 
 SpooledBuffers::~SpooledBuffers() {
@@ -77,13 +70,14 @@ void SpooledBuffers::put(size_t unit, size_t batch, std::span<const Part> parts)
   if (!beside()) return copy();
   if (last_put_) buffers_[*last_put_].copied->synchronize();
   last_put_ = entry.buffer;
-  c10::Event made(accelerator_.type());
-  made.record(c10::impl::VirtualGuardImpl(accelerator_.type()).getStream(accelerator_));
-  const c10::StreamGuard guard(*copies_);
-  made.block(*copies_);
+  const c10::Stream& down = streams_->down();
+  const c10::Event made = streams_->done_so_far();
+  const c10::StreamGuard guard(down);
+  made.block(down);
+  buffer.copied->block(down);  // up to the accelerator, of what it held before
   copy();
-  for (const Part& part : parts) part.bytes_N.record_stream(*copies_);  // the caller lets go of it
-  buffer.copied->record(*copies_);
+  for (const Part& part : parts) part.bytes_N.record_stream(down);  // the caller lets go of it
+  buffer.copied->record(down);
 }
 
 Tensor SpooledBuffers::kept(size_t unit, size_t batch) {
@@ -111,13 +105,13 @@ Tensor SpooledBuffers::take(size_t unit, size_t batch) {
 /// Into the place that is not computed with. What was taken before has been started on the current
 /// stream.
 Tensor SpooledBuffers::to_accelerator(Buffer& buffer) {
-  const c10::impl::VirtualGuardImpl device(accelerator_.type());
-  const c10::Stream current = device.getStream(accelerator_);
+  const c10::Stream current = streams_->current();
+  const c10::Stream& up = streams_->up();
   if (places_.empty()) {
     for (int i = 0; i < 2; ++i) {
-      places_.push_back(
-          {torch::empty({buffer.bytes_N.numel()}, torch::dtype(torch::kUInt8).device(accelerator_)),
-           c10::Event(accelerator_.type())});
+      places_.push_back({torch::empty({buffer.bytes_N.numel()},
+                                      torch::dtype(torch::kUInt8).device(streams_->device())),
+                         streams_->event()});
       places_.back().used.record(current);  // by whoever had the memory before
     }
   } else {
@@ -125,10 +119,11 @@ Tensor SpooledBuffers::to_accelerator(Buffer& buffer) {
   }
   Place& place = places_[taken_count_++ % 2];
   {
-    const c10::StreamGuard guard(*copies_);
-    place.used.block(*copies_);
+    const c10::StreamGuard guard(up);
+    place.used.block(up);
+    buffer.copied->block(up);  // down from the accelerator, where it has stayed in memory
     place.bytes_N.copy_(buffer.bytes_N, /*non_blocking=*/true);
-    buffer.copied->record(*copies_);
+    buffer.copied->record(up);
   }
   buffer.copied->block(current);
   return place.bytes_N;

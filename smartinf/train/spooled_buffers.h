@@ -10,17 +10,17 @@
 #include <vector>
 
 #include <c10/core/Event.h>
-#include <c10/core/Stream.h>
 #include <torch/types.h>
 
 #include "smartinf/engine/spool.h"
+#include "smartinf/train/copy_streams.h"
 
 namespace smartinf::train {
 
 /// Backward goes from the last unit to the first, so the bytes of the first units are wanted last,
 /// and are the ones that are written to the devices.
 ///
-/// Beside an accelerator buffers are pinned, and copies run on a stream of their own: bytes leave
+/// Beside an accelerator buffers are pinned, and copies run on streams of their own: bytes leave
 /// while the next ones are made, and come to one of two places there while the current stream
 /// computes with the other.
 ///
@@ -37,8 +37,9 @@ class SpooledBuffers {
   };
 
   /// All of the host's memory is allocated here: `buffers` of at most `bytes` each, at least
-  /// kOnTheirWay. `spool` outlives this.
-  SpooledBuffers(engine::Spool& spool, torch::Device accelerator, uint64_t buffers, uint64_t bytes);
+  /// kOnTheirWay. Spool and streams outlive this.
+  SpooledBuffers(engine::Spool& spool, const CopyStreams& streams, uint64_t buffers,
+                 uint64_t bytes);
   SpooledBuffers(SpooledBuffers&&) = default;
   SpooledBuffers& operator=(SpooledBuffers&&) = delete;
   ~SpooledBuffers();
@@ -85,7 +86,7 @@ class SpooledBuffers {
   };
   Entry& at(size_t unit, size_t batch) { return entries_[unit * batches_ + batch]; }
   Entry& in_backward(size_t use);
-  bool beside() const { return copies_.has_value(); }
+  bool beside() const { return streams_->beside(); }
   uint32_t take_buffer();
   void write_out();
   void write(Entry& entry);
@@ -100,12 +101,11 @@ class SpooledBuffers {
   void wait_for(engine::Spool::Ticket ticket);
 
   engine::Spool* spool_;
-  const torch::Device accelerator_;
+  const CopyStreams* streams_;
   uint64_t buffer_bytes_;
   torch::Tensor memory_N_;
   std::vector<Buffer> buffers_;
-  std::vector<uint32_t> free_;  // of buffers_
-  std::optional<c10::Stream> copies_;
+  std::vector<uint32_t> free_;        // of buffers_
   std::optional<uint32_t> last_put_;  // beside an accelerator: the buffer
   std::vector<Place> places_;         // in backward
   size_t taken_count_ = 0;            // of the pass

@@ -32,7 +32,8 @@ Status StepGradients::begin() {
 }
 
 // In the order in which backward makes them; each gradient is freed once it is down. From an
-// accelerator one is copied while the one before it goes down and backward goes on.
+// accelerator a unit's gradients are copied while backward computes the next ones: those that have
+// come go down.
 Status StepGradients::put(bool all) {
   if (!options_.alone) return put_sums();
   const torch::ScalarType type = scalar_type(options_.type);
@@ -44,10 +45,14 @@ Status StepGradients::put(bool all) {
                                                static_cast<uint64_t>(values.numel())));
       continue;
     }
+    while (!copies_->fits(static_cast<uint64_t>(values.numel()))) {
+      SI_RETURN_IF_ERROR(put_oldest_copy());
+    }
     copies_->start(gradient.first, values);
-    if (copies_->full()) SI_RETURN_IF_ERROR(put_oldest_copy());
   }
-  while (all && copies_ != nullptr && !copies_->empty()) SI_RETURN_IF_ERROR(put_oldest_copy());
+  while (copies_ != nullptr && !copies_->empty() && (all || copies_->next_is_there())) {
+    SI_RETURN_IF_ERROR(put_oldest_copy());
+  }
   return Status();
 }
 

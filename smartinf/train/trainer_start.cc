@@ -375,11 +375,11 @@ Status TorchTrainer::make_pass(base::DataType gradient_type) {
   }
   SI_RETURN_IF_ERROR(ranks_.all_ok("spool", spools));
   if (plan_.inputs_spooled > 0) {
-    inputs.emplace(*updater_->spool(), weights_.accelerator(), plan_.inputs_in_memory,
+    inputs.emplace(*updater_->spool(), weights_.copy_streams(), plan_.inputs_in_memory,
                    plan_.input_bytes);
   }
   if (plan_.saved_bytes > 0) {
-    saved.emplace(*updater_->spool(), weights_.accelerator(),
+    saved.emplace(*updater_->spool(), weights_.copy_streams(),
                   std::max(plan_.saved_in_memory, SpooledBuffers::kOnTheirWay), plan_.saved_bytes);
   }
   const uint64_t offloaded = (weights_.model().units().size() - 2) * mine_.size();
@@ -395,8 +395,9 @@ Status TorchTrainer::make_pass(base::DataType gradient_type) {
   std::unique_ptr<GradientCopies> copies;
   if (!weights_.accelerator().is_cpu() && ranks_.alone()) {
     copies = std::make_unique<GradientCopies>(
-        weights_.accelerator(), scalar_type(gradient_type),
-        training_model(source_.architecture, options_, space_).largest_parameter);
+        weights_.copy_streams(), scalar_type(gradient_type),
+        plan::gradient_copies_elements(training_model(source_.architecture, options_, space_),
+                                       weights_.model().units()));
   }
   gradients_.emplace(*updater_,
                      StepGradients::Options{.type = gradient_type,

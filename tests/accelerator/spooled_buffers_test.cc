@@ -44,7 +44,7 @@ class LateBuffers : public testing::Test {
     ASSERT_TRUE(device.ok()) << device.status().to_string();
     devices_.push_back(std::move(*device));
     spool_ = std::make_unique<engine::Spool>(devices_, watch_);
-    buffers_.emplace(*spool_, accelerator_, SpooledBuffers::kOnTheirWay, kBytes);
+    buffers_.emplace(*spool_, copies_, SpooledBuffers::kOnTheirWay, kBytes);
   }
   void TearDown() override {
     buffers_.reset();
@@ -56,6 +56,7 @@ class LateBuffers : public testing::Test {
   }
 
   const torch::Device accelerator_{torch::kPrivateUse1, 0};
+  const CopyStreams copies_{accelerator_};
   engine::DeviceWatch watch_{std::chrono::seconds(60)};
   std::unique_ptr<engine::Spool> spool_;  // before the devices, which are destroyed first
   std::unique_ptr<csd::EmulatedDrive> drive_;

@@ -127,6 +127,13 @@ uintptr_t PyLayerWindow::get(uint32_t unit) {
   return reinterpret_cast<uintptr_t>(weights);
 }
 
+bool PyLayerWindow::has_come(uint32_t unit) {
+  check_unit(unit);
+  bool come = false;
+  run([&] { come = window_->has_come(unit); });
+  return come;
+}
+
 void PyLayerWindow::release(uint32_t unit) {
   check_unit(unit);
   run([&] {

@@ -33,6 +33,7 @@ class PyLayerWindow {
 
   void start(const std::vector<uint32_t>& order);
   uintptr_t get(uint32_t unit);
+  bool has_come(uint32_t unit);
   void release(uint32_t unit);
   void updated();
   uint64_t hits();

@@ -321,6 +321,18 @@ void define_layer_window(nb::module_& module) {
         return smartinf::plan::slot_sizes(units, slots);
       },
       "units"_a, "slots"_a, "The same of units of these sizes.");
+  module.def(
+      "choose_slot",
+      [](const std::vector<std::tuple<uint64_t, std::optional<uint32_t>, bool>>& slots,
+         const std::vector<uint32_t>& order, size_t next, const std::vector<uint64_t>& sizes,
+         uint32_t unit, std::optional<size_t> ahead) {
+        std::vector<smartinf::plan::Slot> choice;
+        for (const auto& [size, of, held] : slots) choice.push_back({size, of, held});
+        return smartinf::plan::choose_slot(choice, {order, next, sizes}, unit, ahead);
+      },
+      "slots"_a, "order"_a, "next"_a, "sizes"_a, "unit"_a, "ahead"_a = nb::none(),
+      "The slot, of (size, its unit or None, whether it is held), for a unit that is used now, or "
+      "ahead at order[ahead]; order[next] is used next. None where there is none.");
   nb::class_<PyLayerWindow>(
       module, "LayerWindow",
       "Units of weights that pass through a fixed number of slots, read before they are used. "
@@ -341,6 +353,7 @@ void define_layer_window(nb::module_& module) {
            "The address of the unit's first element, when its weights are there: of the update "
            "that was started last, or of the committed step. They stay until release(). Raises "
            "UsageError when every slot is held.")
+      .def("has_come", &PyLayerWindow::has_come, "unit"_a, "Whether get() would return at once.")
       .def("release", &PyLayerWindow::release, "unit"_a, "Once for every get().")
       .def("updated", &PyLayerWindow::updated,
            "After start_update(), abort() and edit_state(): what was read before is old.")

@@ -15,7 +15,7 @@ The modules, in the order in which a step meets them; each says in its first lin
 - session, core_options, layout: one opening of the devices, and where each parameter stands there
 - gradients, released_gradients, averaged_gradients, amp: where a step's gradients come from
 - residency, absent_parameter, late_weights, early_updates: weights that a step has left behind (overlap)
-- streaming, units, layer_stream, layer_window, layer_major: models larger than memory
+- streaming, units, layer_stream, layer_window, device_slots, layer_major: models larger than memory
 - activations, spooled_tensors: what autograd saves, on devices
 - device_copies: what goes between the host and a GPU beside what computes there
 - ranks, rank_calls, sharded_parameters: several processes; FSDP2

@@ -45,6 +45,7 @@ class LayerStream(Residency):
         self._turn = threading.RLock()
         self._holds = collections.Counter()  # by unit
         self._freed = FreedMemory()
+        self._absent = {}  # by index: what the parameter is where it has no values
         self._lingering = set()  # units that nobody holds, and that are still there
         self._in_backward = frozenset()  # units that a backward pass holds
         self._versions = {}  # index of a parameter that has values: torch's version of it
@@ -171,6 +172,7 @@ class LayerStream(Residency):
                     self._let_go_of(unit)
                     raise
                 self.waited_s += time.monotonic() - begin
+            self._wait_copied(unit)
             self._holds[unit] += 1
 
     def release(self, unit):
@@ -249,6 +251,9 @@ class LayerStream(Residency):
             if device == self.device:
                 return
             self._let_go()
+            for window in self._windows():
+                window.moved()
+            self._absent.clear()
             self.device = device
             for index, param in enumerate(self.params):
                 self.put(index, param, Place.HERE)
@@ -396,6 +401,7 @@ class LayerStream(Residency):
                     "again after step()."
                 )
             self.enter_backward([self.unit_of[saved.index]])
+            self._wait_copied(self.unit_of[saved.index])
             if saved.rows:
                 self.read_experts([saved.index], saved.rows)
             storage = self.params[saved.index].untyped_storage()
@@ -403,6 +409,11 @@ class LayerStream(Residency):
             return tensor.set_(storage, saved.offset, saved.size, saved.stride)
 
     # ---- Parts.
+
+    def _wait_copied(self, unit):
+        """Whoever has brought the unit may compute on another stream."""
+        for window in self._windows():
+            window.wait_copied(unit)
 
     def _windows(self):
         return [window for window in (self._trained, self._read_only) if window is not None]
@@ -451,7 +462,9 @@ class LayerStream(Residency):
 
     def _empty(self, index):
         param = self.params[index]
-        param.data = without_values(param.shape, param.dtype, self.device)
+        if index not in self._absent:
+            self._absent[index] = without_values(param.shape, param.dtype, self.device)
+        param.data = self._absent[index]
         self.put(index, param, Place.AWAY)
 
 

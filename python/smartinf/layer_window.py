@@ -5,7 +5,8 @@ import ctypes
 
 import torch
 
-from smartinf import _core
+from smartinf import _core, device_copies
+from smartinf.device_slots import DeviceSlots
 from smartinf.errors import UsageError
 from smartinf.layout import TYPE_NAMES
 from smartinf.process_memory import PAGE, aligned_memory
@@ -48,7 +49,7 @@ class Window:
             count = stream.params[i].numel() // rows
             begins = [firsts[i] + row * count for row in range(rows)]
             self._spans += [_Span([(i, begin)], begin + count) for begin in begins]
-        at_once = SLOTS * max(map(len, self._of_unit.values()), default=1)
+        self._at_once = at_once = SLOTS * max(map(len, self._of_unit.values()), default=1)
         spans = [(span.first, span.count) for span in self._spans]
         type_name = TYPE_NAMES[stream.dtype]
         rows = min(self._rows.values(), default=len(spans))
@@ -56,9 +57,12 @@ class Window:
         for of, count in ((spans[:rows], at_once), (spans[rows:], 1)):
             if of:
                 sizes += [-(-size // PAGE) * PAGE for size in _core.window_slot_bytes(source, of, type_name, count)]
-        memory, begin = aligned_memory(sum(sizes), stream.device.type == "cuda")
+        memory, begin = aligned_memory(sum(sizes))
+        self._memory = memory, begin, sum(sizes)
         slots = [(begin + sum(sizes[:n]), size) for n, size in enumerate(sizes)]
         self._window = _core.LayerWindow(source, spans, type_name, slots, kept_address, kept, memory=memory)
+        self._on_device = None  # DeviceSlots, where the model does not compute on the CPU
+        self._locked = False  # the slots' pages, for copies to a device
 
     @property
     def is_open(self):
@@ -67,12 +71,36 @@ class Window:
     def start(self, units):
         """They are likely to be wanted in this order."""
         if self.is_open:
-            self._window.start([number for unit in units for number in self._of_unit.get(unit, ())])
+            self._prepare_device()
+            (self._on_device or self._window).start([number for unit in units for number in self._of_unit.get(unit, ())])
 
     def updated(self):
         """What was read ahead is not current."""
         if self.is_open:
+            if self._on_device is not None:
+                self._on_device.forget()
             self._window.updated()
+
+    def moved(self):
+        """The model computes elsewhere from now on."""
+        if self._on_device is not None:
+            self._on_device.forget()
+            self._on_device = None
+
+    def _prepare_device(self):
+        device = self._stream.device
+        if device.type == "cpu" or self._on_device is not None:
+            return
+        if not self._locked:
+            self._locked = True
+            device_copies.lock_pages(*self._memory, device)
+        width = self._stream.dtype.itemsize
+        parameters = self._stream.params
+        spans = [
+            [((first - span.first) * width, parameters[i].numel() * width) for i, first in span.members]
+            for span in self._spans[: min(self._rows.values(), default=len(self._spans))]
+        ]
+        self._on_device = DeviceSlots(self._window, spans, self._at_once, device)
 
     def get(self, unit):
         """(index of a parameter, its values) of a unit, where the model computes, until release(). Rows of experts
@@ -88,15 +116,31 @@ class Window:
                 yield i, torch.zeros(stream.params[i].shape, dtype=stream.dtype, device=stream.device)
         for number in self._of_unit.get(unit, ()):
             span = self._spans[number]
+            if stream.device.type != "cpu":
+                self._prepare_device()
+                storages = self._on_device.get(number)
+                span.held = True
+                for (i, _), storage in zip(span.members, storages, strict=True):
+                    values = torch.empty(0, dtype=stream.dtype, device=stream.device)
+                    yield i, values.set_(storage, 0, stream.params[i].shape)
+                continue
             address = self._window.get(number)
             span.held = True
             for i, first in span.members:
                 param = stream.params[i]
-                yield i, self._at(address, first - span.first, param.numel()).view(param.shape).to(stream.device)
+                yield i, self._at(address, first - span.first, param.numel()).view(param.shape)
+
+    def wait_copied(self, unit):
+        """What the current stream is given from here on sees the values of a unit that is held."""
+        if self._on_device is not None:
+            for number in self._of_unit.get(unit, ()):
+                self._on_device.wait_copied(number)
 
     def read_row(self, index, row, out):
         if index in self._rows:
             number = self._rows[index] + row
+            if self._on_device is not None:
+                self._on_device.free_window()
             out.copy_(self._at(self._window.get(number), 0, out.numel()).view(out.shape))
             self._window.release(number)
 
@@ -105,7 +149,7 @@ class Window:
         for number in self._of_unit.get(unit, ()):
             if self._spans[number].held:
                 self._spans[number].held = False
-                self._window.release(number)
+                (self._on_device or self._window).release(number)
         return self._members.get(unit, ())
 
     def _at(self, address, offset, count):
@@ -117,6 +161,7 @@ class Window:
         return values if values.data_ptr() % 64 == 0 else values.clone()
 
     def close(self):
+        self.moved()
         self._window.close()
         self._window = self.source = None
 

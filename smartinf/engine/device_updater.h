@@ -78,6 +78,7 @@ class DeviceUpdater final : public Updater {
   plan::Subgroup subgroup_at(uint64_t element) const override;
   base::Status fetch_weights(uint64_t first, base::DataType type, void* out) override;
   base::Status wait_fetched(uint64_t first) override;
+  bool has_fetched(uint64_t first) const override { return fetched(set_.subgroup_at(first)); }
   base::Status start_commit(const std::string& client_metadata) override;
   bool committing() const override;
   base::Status wait_commit() override;

@@ -83,6 +83,21 @@ Result<std::byte*> LayerWindow::get(uint32_t unit) {
   return std::exchange(failure_, Status());
 }
 
+bool LayerWindow::has_come(uint32_t unit) const {
+  const uint32_t slot = slot_of(unit);
+  if (slot == kNone || !failure_.ok()) return false;
+  return std::ranges::all_of(slots_[slot].pending,
+                             [this](const Pending& pending) { return has_come(pending); });
+}
+
+bool LayerWindow::has_come(const Pending& pending) const {
+  if (pending.resident != nullptr) return false;
+  if (pending.from == kNone) return source_.has_fetched(pending.subgroup.first);
+  return std::ranges::all_of(slots_[pending.from].pending, [&](const Pending& other) {
+    return other.subgroup.first != pending.subgroup.first || has_come(other);
+  });
+}
+
 void LayerWindow::release(uint32_t unit) {
   const uint32_t slot = slot_of(unit);
   SI_CHECK(slot != kNone && slots_[slot].held > 0, "a unit is released that is not held");

@@ -56,6 +56,9 @@ class LayerWindow {
   /// unit may be asked for again; kFailedPrecondition when as many units are held as there were
   /// slots; kOutOfMemory.
   base::Result<std::byte*> get(uint32_t unit);
+  /// Whether get() would return at once, with a unit that is in a slot. False also where the source
+  /// cannot tell.
+  bool has_come(uint32_t unit) const;
   void release(uint32_t unit);
   /// An update was started, or aborted: nothing that was read before is current.
   void updated();
@@ -94,6 +97,7 @@ class LayerWindow {
   base::Status finish(Slot& slot, size_t pending);
   base::Status empty(uint32_t slot);
   void forget();
+  bool has_come(const Pending& pending) const;
   std::byte* at(const Slot& slot, uint64_t element) const;
 
   WeightSource& source_;

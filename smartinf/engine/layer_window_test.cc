@@ -349,6 +349,8 @@ TEST_P(LayerWindows, RefuseAUnitWhenEverySlotIsHeld) {
   ASSERT_TRUE(window.has(0, weights_));
   ASSERT_TRUE(window.has(1, weights_));
   ASSERT_TRUE(window.has(1, weights_)) << "it is held twice";
+  EXPECT_TRUE(window->has_come(1));
+  EXPECT_FALSE(window->has_come(2));
   EXPECT_EQ(window->get(2).status().code(), ErrorCode::kFailedPrecondition);
   window->release(1);
   EXPECT_EQ(window->get(2).status().code(), ErrorCode::kFailedPrecondition);

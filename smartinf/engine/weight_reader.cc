@@ -137,6 +137,12 @@ Status WeightReader::given_up(uint64_t first) const {
       base::ErrorPlace{reads_->files->path_of(subgroup_at(first)), 0, 0, 0});
 }
 
+bool WeightReader::has_fetched(uint64_t first) const {
+  const std::lock_guard lock(reads_->mutex);
+  const auto fetch = reads_->fetches.find(first);
+  return fetch != reads_->fetches.end() && fetch->second.has_value();
+}
+
 Status WeightReader::wait_fetched(uint64_t first) {
   std::unique_lock lock(reads_->mutex);
   const auto fetch = reads_->fetches.find(first);

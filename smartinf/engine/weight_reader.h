@@ -45,6 +45,7 @@ class WeightReader : public WeightSource {
   base::Status fetch_weights(uint64_t first, base::DataType type, void* out) override;
   /// Errors also: kTimeout, with the file that is not read, here and for every later fetch.
   base::Status wait_fetched(uint64_t first) override;
+  bool has_fetched(uint64_t first) const override;
   bool hangs() const override { return hangs_; }
 
  private:

@@ -37,6 +37,8 @@ class WeightSource {
   /// Waits until they are there. Errors: of the device or file, named, after which they can be
   /// fetched again; kFailedPrecondition where nothing was fetched.
   virtual base::Status wait_fetched(uint64_t first) = 0;
+  /// Whether wait_fetched() would return at once. False also where the source cannot tell.
+  virtual bool has_fetched(uint64_t /*first*/) const { return false; }
   /// A read was given up that does not end: where it puts weights is never freed.
   virtual bool hangs() const { return false; }
 };

@@ -4,13 +4,15 @@ and only with SMARTINF_TEST_ACCELERATOR, the path of its library."""
 
 import os
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
+import torch.utils.checkpoint
 
 import smartinf
-from smartinf import device_copies
+from smartinf import device_copies, streamed_model, streaming, units
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "accelerator"))
 import test_accelerator  # noqa: E402
@@ -130,3 +132,95 @@ def test_memory_that_was_copied_from_may_be_written_behind_wait():
     uploads.wait()
     host.zero_()
     assert there.sum().item() == 1000
+
+
+# ---- Streamed models.
+
+
+@pytest.fixture
+def small_units(monkeypatch):
+    monkeypatch.setattr(units, "_KEPT_BYTES", 1 << 10)
+    monkeypatch.setattr(streaming, "_ENGINE_BYTES_MIN", 24 << 20)
+    monkeypatch.setattr(streaming, "_STRIPE_BYTES", (4 << 16,))
+
+
+class Block(torch.nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(160)
+        self.up, self.down = torch.nn.Linear(160, width), torch.nn.Linear(width, 160)
+
+    def forward(self, h):
+        return h + self.down(torch.nn.functional.silu(self.up(self.norm(h))))
+
+
+class Streamed(torch.nn.Module):
+    """Blocks whose parameters begin anywhere; the embedding is the head, too, and larger than they are."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = torch.nn.Embedding(1100, 160)
+        self.layers = torch.nn.ModuleList(Block(301 + 50 * (k % 2)) for k in range(6))
+        self.head = torch.nn.Linear(160, 1100, bias=False)
+        self.head.weight = self.embed.weight
+        self.checkpoint = False
+
+    def forward(self, x):
+        h = self.embed(x)
+        for layer in self.layers:
+            if self.checkpoint and torch.is_grad_enabled():
+                h = torch.utils.checkpoint.checkpoint(layer, h, use_reentrant=False)
+            else:
+                h = layer(h)
+        return self.head(h)
+
+
+def streamed(device, folder, dtype, **options):
+    torch.manual_seed(5)
+    model = Streamed().to(dtype).to(device)  # before it is streamed: torch has no other way for a device of this kind
+    model.head.weight = model.embed.weight
+    return smartinf.stream(model, [str(folder)], **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("keep", [0, "250KB"])
+@pytest.mark.parametrize("checkpoint", [False, True])
+def test_a_streamed_model_has_the_bits_of_the_cpu(tmp_path, small_units, dtype, keep, checkpoint):
+    def run(device):
+        model = streamed(device, tmp_path / device.type, dtype, keep=keep)
+        model.checkpoint = checkpoint
+        with torch.no_grad():
+            seen = [model(torch.arange(7, device=device).view(1, 7)).cpu()]
+        optimizer = smartinf.AdamW(model.parameters(), lr=1e-3)
+        for step in range(STEPS):
+            seen.append(backward(model, device, step))
+            optimizer.step()
+            optimizer.zero_grad()
+        with torch.no_grad():
+            seen.append(model(torch.arange(7, device=device).view(1, 7)).cpu())
+        seen += [value.to("cpu") for value in model.state_dict().values()]
+        optimizer.close()
+        return seen
+
+    same(run(CPU), run(ACCELERATOR))
+
+
+def test_two_units_are_copied_ahead_and_whoever_computes_waits_for_them(tmp_path, small_units):
+    model = streamed(ACCELERATOR, tmp_path / "device", torch.float32, keep=0)
+    stream = streamed_model.of(model.parameters()).stream
+    [window] = stream._windows()
+    window.start(range(len(stream.units)))
+    while not all(window._window.has_come(number) for number in (1, 2)):
+        time.sleep(0.001)
+    stream.gather(0)
+    assert {slot.span for slot in window._on_device._slots} == {0, 1, 2}
+    saved = stream.saved_as(stream.params[0])
+    stream._in_backward = frozenset([0])
+    with torch.Stream(device=ACCELERATOR):  # for which nobody has waited yet
+        stream.restore(saved).sum()
+    with torch.Stream(device=ACCELERATOR):
+        stream.gather(0)
+        stream.params[0].detach().sum()
+        torch.accelerator.synchronize()
+    stream.release(0)
+    stream.release(0)

@@ -59,6 +59,7 @@ if [ -n "$deps" ]; then
   deps=$(realpath "$deps")
   libraries=$deps/root/usr/lib/x86_64-linux-gnu
   [ -d "$libraries" ] || fail "$deps was not made by scripts/gpu_check_deps.sh"
+  export SMARTINF_CHECK_DEPS=$deps
   export PYTHONPATH=$deps/python${PYTHONPATH:+:$PYTHONPATH}
   export LD_LIBRARY_PATH=$libraries${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
   export CMAKE_PREFIX_PATH=$deps/root/usr PKG_CONFIG=$deps/root/usr/bin/pkgconf PKG_CONFIG_SYSROOT_DIR=$deps/root

@@ -56,7 +56,7 @@ class Run:
 
     def all(self, checks):
         beside = [check for check in checks if not check.alone and (check.quick or not self.options.quick)]
-        at_once = max(1, min(4, os.cpu_count() // 4))
+        at_once = max(1, min(8, os.cpu_count() // 2))
         with concurrent.futures.ThreadPoolExecutor(at_once) as pool:
             list(pool.map(self.one, beside))
         for check in checks:
@@ -115,7 +115,7 @@ class Run:
                 self.failed.append(row["check"])
             said = {True: "passed", False: "FAILED", None: "not run"}[row["passed"]]
             rest = {key: value for key, value in row.items() if key not in ("check", "passed")}
-            print(f"{row['check']:40} {said:8} " + " ".join(f"{k}={v}" for k, v in rest.items()), flush=True)
+            print(f"{row['check']:40} {said:8} " + " ".join(f"{k}={str(v)[:300]}" for k, v in rest.items()), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
 """Speed, beside limits that are measured in the same run: tokens a second, seconds that training waits, memory at its peak."""
 
+import importlib.util
 import json
 import mmap
 import os
+import shutil
 import statistics
 import threading
 import time
@@ -64,7 +66,8 @@ def _drive(folder, size, threads=8, block=8 << 20):
     """Bytes a second written and read without the page cache."""
     path = os.path.join(folder, "drive")
     rates = {}
-    for what, flags in (("write", os.O_RDWR | os.O_CREAT), ("read", os.O_RDONLY)):
+    # The second write is measured: the first one finds the blocks, or in memory the pages.
+    for what, flags in (("write", os.O_RDWR | os.O_CREAT), ("write", os.O_RDWR), ("read", os.O_RDONLY)):
         try:
             file = os.open(path, flags | os.O_DIRECT)
         except OSError:
@@ -96,7 +99,7 @@ def limits(here):
     size = 1 << 20 if here.quick else 1 << 28
     found = {"link": _link(torch, here.device, size), "products": _products(torch, here.device, 256 if here.quick else 8192)}
     for name, folder in (("drive", str(here.folder)), ("memory", "/dev/shm")):
-        found[name] = _drive(folder, size if here.quick else 4 << 30)
+        found[name] = _drive(folder, size if here.quick else 2 << 30)
     (here.out / "limits.json").write_text(json.dumps(found))
     name = torch.cuda.get_device_name() if here.pretended is None else "pretended"
     here.row("", True, device=name, torch=torch.__version__, cpus=os.cpu_count(), **{
@@ -123,60 +126,101 @@ def _peak_host():
         return next(int(line.split()[1]) << 10 for line in status if line.startswith("VmHWM"))
 
 
+class _OneStep:
+    """Of one way to train the same model. how: torch, deepspeed, resident or streamed. Called with tokens [batch, sequence]
+    it makes a step and returns the loss."""
+
+    def __init__(self, here, size, how, where, options):
+        import torch
+
+        import smartinf
+
+        self.how, self.exposed_s = how, 0.0
+        self.model = _model(torch, size, here.device)
+        self.count = sum(p.numel() for p in self.model.parameters())
+        if how == "streamed":
+            budget = max(self.count // 2, 300 << 20)  # a quarter of the weights, or the least
+            self.model = smartinf.stream(self.model, [where], memory_budget=budget, keep=0)
+        self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        if how == "torch":
+            self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True)
+        elif how == "deepspeed":
+            self.optimizer = self.model = _deepspeed(self.model, where)
+        else:
+            if how == "resident":
+                options |= {"devices": [where], "overlap": "auto", "model": self.model}
+            self.optimizer = smartinf.AdamW(
+                self.model.named_parameters(), lr=1e-5, release_gradients=True, max_grad_norm=1.0, **options
+            )
+
+    def __call__(self, ids):
+        import torch
+
+        loss = self.model(input_ids=ids, labels=ids).loss
+        if self.how == "deepspeed":
+            self.model.backward(loss)
+            self.model.step()
+            return loss
+        loss.backward()
+        if self.how == "torch":
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.exposed_s = getattr(self.optimizer, "exposed_s", 0.0)
+        return loss
+
+    def close(self):
+        if self.how in ("resident", "streamed"):
+            self.optimizer.close()
+
+
+def _deepspeed(model, where):
+    """ZeRO-3 whose optimizer state is on a drive (ZeRO-Infinity)."""
+    deps = os.environ.get("SMARTINF_CHECK_DEPS", "")
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511", "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    os.environ |= {"CPATH": f"{deps}/root/usr/include", "LIBRARY_PATH": f"{deps}/root/usr/lib/x86_64-linux-gnu"}
+    import deepspeed
+
+    offload = {"device": "nvme", "nvme_path": where, "pipeline_read": True, "pipeline_write": True, "buffer_count": 14}
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config={
+        "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, "bf16": {"enabled": True},
+        "gradient_clipping": 1.0, "optimizer": {"type": "AdamW", "params": {"lr": 1e-5}},
+        "zero_optimization": {"stage": 3, "offload_optimizer": offload, "sub_group_size": 100_000_000},
+        "aio": {"block_size": 1 << 20, "queue_depth": 32, "overlap_events": True, "intra_op_parallelism": 8},
+    })  # fmt: skip
+    return engine
+
+
 def _steps(here, size, how, *, state=12, on="memory", **options):
-    """Rows for steps of 2k and 8k tokens. how: torch, resident or streamed. on: where the state lies, "drive" or "memory".
-    state: its bytes a parameter, which an update reads and writes."""
+    """Rows for steps of 2k and 8k tokens. on: where the state lies, "drive" or "memory". state: its bytes a parameter, which
+    an update reads and writes."""
     import torch
 
-    import smartinf
-
-    size = "tiny" if here.quick else size
-    if how == "streamed":
-        torch.set_num_threads(os.cpu_count())
-    model = _model(torch, size, here.device)
-    count = sum(p.numel() for p in model.parameters())
     where = str(here.folder / "state") if on == "drive" or here.quick else f"/dev/shm/{here.folder.name}"
-    if how == "streamed":
-        model = smartinf.stream(model, [where], memory_budget=max(count // 2, 300 << 20), keep=0).to(here.device)
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    if how == "torch":
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
-    else:
-        if how == "resident":
-            options |= {"devices": [where], "overlap": "auto", "model": model}
-        optimizer = smartinf.AdamW(model.named_parameters(), lr=1e-5, release_gradients=True, max_grad_norm=1.0, **options)
     limit = json.loads((here.out / "limits.json").read_text())
+    step = None
     try:
+        step = _OneStep(here, "tiny" if here.quick else size, how, where, options)
         for tokens in (2048, 8192) if not here.quick else (128,):
             ids = torch.randint(32000, (max(tokens // _SEQUENCE, 1), min(tokens, _SEQUENCE)), device=here.device)
-
-            def step(ids=ids):
-                loss = model(input_ids=ids, labels=ids).loss
-                loss.backward()
-                if how == "torch":
-                    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-                optimizer.step()
-                optimizer.zero_grad()
-                return loss
-
-            step()
+            step(ids)
             torch.accelerator.synchronize()
             if here.pretended is None:
                 torch.cuda.reset_peak_memory_stats()
             seconds, exposed = [], []
-            for _ in range(4):
+            for _ in range(3):
                 began = time.perf_counter()
-                loss = step()
+                loss = step(ids)
                 torch.accelerator.synchronize()
                 seconds.append(time.perf_counter() - began)
-                exposed.append(getattr(optimizer, "exposed_s", 0.0))
-            took = statistics.median(seconds)
-            # Backward computes each block again; weights in bf16 come up twice where they are streamed, once where
-            # they are updated only; gradients go down.
-            ups = {"torch": 0, "resident": 2 * count, "streamed": 4 * count}[how]
+                exposed.append(step.exposed_s)
+            took, count = statistics.median(seconds), step.count
+            # Backward computes each block again. Weights come up in forward and in backward where they are streamed, and
+            # once where they are updated only; gradients go down.
+            ups = {"resident": 2, "streamed": 4}.get(how, 0) * count
             parts = {"products": 8 * count * tokens / limit["products"], "link_up": ups / limit["link"]["up"]}
-            parts["link_down"] = 0 if how == "torch" else 2 * count / limit["link"]["down"]
-            if how != "torch" and limit[on]:
+            parts["link_down"] = 2 * count / limit["link"]["down"] if ups else 0
+            if ups and limit[on]:
                 parts[on] = state * count * (1 / limit[on]["read"] + 1 / limit[on]["write"])
             peak = torch.cuda.max_memory_allocated() if here.pretended is None else 0
             here.row(
@@ -185,14 +229,12 @@ def _steps(here, size, how, *, state=12, on="memory", **options):
                 gpu_gb=round(peak / 1e9, 2), host_gb=round(_peak_host() / 1e9, 2), times_limit=round(took / max(parts.values()), 3),
                 **{f"limit_{part}_s": round(s, 4) for part, s in parts.items()},
             )  # fmt: skip
-        if how == "streamed" and here.pretended is None:
-            _trace(here, torch, step)
+        if how != "deepspeed" and here.pretended is None:
+            _trace(here, torch, lambda: step(ids))
     finally:
-        if how != "torch":
-            optimizer.close()
+        if step is not None:
+            step.close()
         if not here.quick:
-            import shutil
-
             shutil.rmtree(where, ignore_errors=True)
 
 
@@ -259,6 +301,13 @@ def drive_1b(here):
 @check(seconds=120, alone=True)
 def cached_1b(here):
     _steps(here, "1b", "resident", durability="none", state_cache=1 << 20 if here.quick else "16GB")
+
+
+@check(seconds=240, alone=True, quick=False)
+def deepspeed_1b(here):
+    if importlib.util.find_spec("deepspeed") is None:
+        return here.row("", None, why="DeepSpeed is not here: gpu_check_deps.sh --deepspeed")
+    return _steps(here, "1b", "deepspeed")
 
 
 @check(seconds=150, alone=True, quick=False)

@@ -1,6 +1,7 @@
 """The command: training resident, streamed from the host, from the drive and with spooled activations has the same losses and
 weights; generate has the same text however its weights come."""
 
+import concurrent.futures
 import hashlib
 import json
 import os
@@ -61,12 +62,17 @@ def least_host(here, run, *more):
     raise RuntimeError("50 MB of memory are enough for the plan")
 
 
-def losses_and_weights(here, run, *more):
-    lines = [json.loads(line) for line in call(here, *recipe(here, run, *more, "--json")).splitlines() if line[:1] == "{"]
-    losses = [line["loss"] for line in lines if "loss" in line]
-    call(here, "export", run, "--out", f"{run}-exported")
-    weights = sorted((here.folder / f"{os.path.basename(run)}-exported").glob("*.safetensors"))
-    return losses, [hashlib.sha256(path.read_bytes()).hexdigest() for path in weights]
+def _trained(here, name, *more):
+    """(losses, digests of the exported weights, what went wrong or None)."""
+    run = here.folder / name
+    try:
+        lines = call(here, *recipe(here, run, *more, "--json")).splitlines()
+        losses = [json.loads(line)["loss"] for line in lines if line.startswith('{"step"') and '"loss"' in line]
+        call(here, "export", run, "--out", f"{run}-exported")
+    except (RuntimeError, subprocess.TimeoutExpired) as error:
+        return [], [], str(error)
+    weights = sorted((here.folder / f"{name}-exported").glob("*.safetensors"))
+    return losses, [hashlib.sha256(path.read_bytes()).hexdigest() for path in weights], None
 
 
 @check(seconds=150)
@@ -81,18 +87,18 @@ def trainer(here):
         "early": [*accelerator, "--optimizer.overlap", "early", "--train.clip_norm", 0],
         "late": ["--optimizer.overlap", "late"],
     }
-    wanted = {clip: losses_and_weights(here, here.folder / f"resident-{clip}", "--train.clip_norm", clip) for clip in (1, 0)}
-    here.row("resident", len(wanted[1][0]) == 4, losses=wanted[1][0])
-    for name, more in variants.items():
-        try:
-            found, expected = losses_and_weights(here, here.folder / name, *more), wanted[0 if name == "early" else 1]
-            why = None
-            if found[0] != expected[0]:
-                why = f"losses {found[0]} instead of {expected[0]}"
-            elif found[1] != expected[1]:
-                why = "the exported weights differ"
-        except (RuntimeError, subprocess.TimeoutExpired) as error:
-            why = str(error)
+    with concurrent.futures.ThreadPoolExecutor(max(1, min(8, os.cpu_count() // 2))) as pool:
+        wanted = {clip: pool.submit(_trained, here, f"resident-{clip}", "--train.clip_norm", clip) for clip in (1, 0)}
+        found = {name: pool.submit(_trained, here, name, *more) for name, more in variants.items()}
+    losses, _, why = wanted[1].result()
+    here.row("resident", why is None, **({"why": why} if why else {"losses": losses}))
+    for name, future in found.items():
+        losses, weights, why = future.result()
+        expected, expected_weights, _ = wanted[0 if name == "early" else 1].result()
+        if why is None and losses != expected:
+            why = f"losses {losses} instead of {expected}"
+        elif why is None and weights != expected_weights:
+            why = "the exported weights differ"
         here.row(name, why is None, **({"why": why} if why else {}))
     arguments = ["generate", here.folder / "resident-1", "--prompt-tokens", "100,101,102", "--tokens", 12]
     whole = call(here, *arguments)

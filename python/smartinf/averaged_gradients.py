@@ -24,10 +24,12 @@ _Piece = collections.namedtuple("_Piece", ["param", "start", "count", "owner", "
 
 class Buckets:
     """put(owned piece) is called with each of this rank's pieces, averaged, as (param, within, f32
-    tensor); it is copied before the call returns."""
+    tensor in CPU memory); it is copied before the call returns. copies: of gradients that are on
+    ranks.accelerator and are added up there; what a rank owns alone comes to the host. None: in CPU memory."""
 
-    def __init__(self, layout, ranks, put):
-        self._layout, self._ranks, self._put = layout, ranks, put
+    def __init__(self, layout, ranks, put, copies=None):
+        self._layout, self._ranks, self._put, self._copies = layout, ranks, put, copies
+        self.device = torch.device("cpu") if copies is None else ranks.accelerator
         self._pieces = [self._cut(i) for i in range(len(layout.params))]
         self._buffers = []
         self._arranged = False
@@ -72,7 +74,7 @@ class Buckets:
         return self._next > 0
 
     def add(self, i, gradient):
-        """Parameter i's gradient of this rank is complete: [numel] in CPU memory."""
+        """Parameter i's gradient of this rank is complete: [numel] on `device`."""
         self._gradients[i] = gradient
         self._left[i] = len(self._pieces[i])
         self._came.append(i)
@@ -89,6 +91,8 @@ class Buckets:
             self._launch()
         while self._in_flight:
             self._finish_oldest()
+        if self._copies is not None:
+            self._copies.finish()
         if not self._arranged and taking is not None:
             self._arranged = True
             came = self._ranks.broadcast_object(self._came)
@@ -104,7 +108,7 @@ class Buckets:
         elements = sum(piece.count for piece in bucket)
         memory = self._buffers.pop() if self._buffers else torch.empty(0)
         if memory.numel() < elements:
-            memory = torch.empty(self._bucket_elements)
+            memory = torch.empty(self._bucket_elements, device=self.device)
         flat, at = memory[:elements], 0
         for piece in bucket:
             out = flat[at : at + piece.count]
@@ -119,7 +123,8 @@ class Buckets:
                 if self._left[piece.param] == 0:
                     self._gradients[piece.param] = None  # has been here, but is no longer held
             at += piece.count
-        self._in_flight.append((bucket, memory, flat, self._ranks.reduce(flat, bucket[0].owner)))
+        wait = self._ranks.reduce(flat, bucket[0].owner, on_device=self._copies is not None)
+        self._in_flight.append((bucket, memory, flat, wait))
 
     def _finish_oldest(self):
         bucket, memory, flat, wait = self._in_flight.popleft()
@@ -128,9 +133,16 @@ class Buckets:
             at = 0
             for piece in bucket:
                 if self._taking is None or self._taking[piece.param]:
-                    self._put(piece.param, piece.within, flat[at : at + piece.count])
+                    self._give(piece, flat[at : at + piece.count])
                 at += piece.count
-        self._buffers.append(memory)
+        if self._copies is None:
+            self._buffers.append(memory)
+
+    def _give(self, piece, values):
+        if values.device.type == "cpu":
+            self._put(piece.param, piece.within, values)
+        else:
+            self._copies.start(values, lambda first, part: self._put(piece.param, piece.within + first, part))
 
 
 class AveragedGradients(ReleasedGradients):
@@ -143,7 +155,8 @@ class AveragedGradients(ReleasedGradients):
         def put(param, within, values):
             core.put_gradient_part(segment_of[param], within, values.data_ptr(), "f32", values.numel())
 
-        self._buckets = Buckets(session.layout, session.ranks, put)
+        self._stay = accumulation_steps == 1 and session.ranks.accelerator is not None
+        self._buckets = Buckets(session.layout, session.ranks, put, self._copies if self._stay else None)
 
     def broadcast_parameters(self, session):
         """Rank 0's on all ranks, as DistributedDataParallel does it."""
@@ -189,7 +202,7 @@ class AveragedGradients(ReleasedGradients):
                     "are averaged over the ranks as they leave."
                 )
             if i in self._sums or param.grad is not None:
-                self._buckets.add(i, self._rest_of(layout, i).to("cpu"))
+                self._buckets.add(i, self._rest_of(layout, i).to(self._buckets.device))
         self._buckets.finish(taking_part)
         for segment in layout.segments:
             if not taking_part[segment.param]:

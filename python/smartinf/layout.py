@@ -293,6 +293,22 @@ class Layout:
         """Before the buffer is written: waits for what is still copied from it."""
         self._uploads.wait()
 
+    def upload(self, first, to):
+        """Copies the flat buffer from element `first` on to `to`, on a device, for what the current stream is given from
+        here on."""
+        self._uploads.start(to, self.flat[first : first + len(to)])
+        self._uploads.order_before()
+
+    def fill(self, i, first, values):
+        """Gives parameter i, contiguous, what it has of `values`: new weights from element `first` of the flat buffer on,
+        on the parameter's device."""
+        self._check_shape(i)
+        begin = max(self.firsts[i], first)
+        end = min(self.firsts[i] + self.shapes[i].numel(), first + len(values))
+        if begin < end:
+            to = self.local(i).detach().view(-1)
+            to[begin - self.firsts[i] : end - self.firsts[i]].copy_(values[begin - first : end - first])
+
     def _check_shape(self, i):
         if self.local(i).shape != self.shapes[i]:
             raise UsageError(

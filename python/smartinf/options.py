@@ -38,7 +38,7 @@ class Options:
         self.resume, self.max_grad_norm, self.nonfinite = given["resume"], given["max_grad_norm"], given["nonfinite"]
         group = given["process_group"]
         self.ranks = Ranks(group if mesh is None else sharded_parameters.process_group(mesh, group))
-        if self.release and self.ranks.world > 1 and mesh is None:
+        if self.release and self.ranks.together and mesh is None:
             self.ranks.make_reduce_group()
         self.devices = [self.ranks.device(device) for device in device_list(given["devices"])]
         remote = remote_options(given["remote"])

@@ -19,17 +19,35 @@ from smartinf.errors import Error, UsageError
 from smartinf.storage_options import is_remote
 
 
+_BACKENDS = {"cuda": "nccl"}  # for tensors on devices of a type
+_PIECE_ELEMENTS = 16 << 20  # of weights that are sent at once
+
+
+def _asked_for():
+    asked = os.environ.get("SMARTINF_RANKS", "")
+    if asked not in ("", "gloo", "nccl"):
+        raise UsageError(f"SMARTINF_RANKS is {asked!r}; it may be gloo or nccl, or not be set")
+    return asked
+
+
 class Ranks:
     """One rank or many; with one, nothing is communicated.
 
-    Everything here goes over gloo groups in CPU memory, whatever the model's own group uses.
+    What ranks say to each other goes over gloo groups in CPU memory, whatever the model's own group uses; and so do
+    gradients and weights, but between GPUs: these use NCCL (use_devices). SMARTINF_RANKS=gloo: gloo there as well; nccl:
+    one rank alone makes these calls, too.
     """
 
     core = None  # the core's handle of several ranks
+    together = False  # gradients are added up, and weights are sent
+    accelerator = None  # where tensors are that a backend of their own adds up and sends; None: gloo does, in CPU memory
+    _device_group = None
 
     def __init__(self, process_group=None):
         self.rank, self.world = 0, 1
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size(process_group) > 1:
+        there = dist.is_available() and dist.is_initialized()
+        if there and (dist.get_world_size(process_group) > 1 or _asked_for() == "nccl"):
+            self.together = True
             self.rank = dist.get_rank(process_group)
             self.world = dist.get_world_size(process_group)
             self._members = dist.get_process_group_ranks(process_group or dist.group.WORLD)
@@ -37,13 +55,35 @@ class Ranks:
             self._group = self._make_group()
             seconds = rank_calls.timeout_of(self._group).total_seconds()
             self._calls = rank_calls.RankCalls(self._members, self.rank, self._make_group, seconds)
-            self.core = _core.Ranks(self.rank, self.world, self._calls)
+            if self.world > 1:
+                self.core = _core.Ranks(self.rank, self.world, self._calls)
 
-    def _make_group(self):
+    def _make_group(self, backend="gloo"):
         # Ranks that are not members do not take part: they may have groups of their own, as the stages of a pipeline.
         return dist.new_group(
-            self._members, backend="gloo", timeout=self._timeout, use_local_synchronization=True
+            self._members, backend=backend, timeout=self._timeout, use_local_synchronization=True
         )
+
+    def use_devices(self, layout):
+        """If each rank has all parameters on one device of a type that has a backend of its own. Collective."""
+        if not self.together or layout.mesh is not None:
+            return
+        devices = {param.device for param in layout.params}
+        backend = _BACKENDS.get(next(iter(devices)).type) if len(devices) == 1 else None
+        dense = all(param.is_contiguous() for param in layout.params)
+        if backend is not None and not (_asked_for() != "gloo" and dense and dist.is_backend_available(backend)):
+            backend = None
+        backends = self.all_gather_object(backend)
+        if any(other != backend for other in backends):
+            backend = None
+        if backend is None and _asked_for() == "nccl":
+            raise UsageError(
+                "SMARTINF_RANKS is nccl, which takes contiguous parameters that are all on one GPU on each rank, and a torch "
+                f"that has it; the ranks have {', '.join(map(str, backends))}"
+            )
+        self.accelerator = None if backend is None else devices.pop()
+        if backend is not None and self._device_group is None:
+            self._device_group = self._make_group(backend)
 
     def device(self, device):
         """A device as the core wants it (storage_options.device_list), with a place of this rank's own."""
@@ -130,9 +170,11 @@ class Ranks:
         """A group of its own for reduce(), so that its order does not depend on the other calls'."""
         self._reduce_group = self._make_group()
 
-    def reduce(self, tensor, owner):
-        """Starts adding up every rank's `tensor` into `owner`'s; the others' is then of no use. Returns what waits for it."""
-        start = functools.partial(dist.reduce, tensor, self._members[owner], group=self._reduce_group, async_op=True)
+    def reduce(self, tensor, owner, on_device=False):
+        """Starts adding up every rank's `tensor` into `owner`'s; the others' is then of no use. Returns what waits for it;
+        on_device: what is computed there from then on."""
+        group = self._device_group if on_device else self._reduce_group
+        start = functools.partial(dist.reduce, tensor, self._members[owner], group=group, async_op=True)
         work = self._calls.of_torch(start)
         return lambda: self._calls.of_torch(work.wait)
 
@@ -144,9 +186,26 @@ class Ranks:
         self._calls.meet("a sum", tensor.nbytes)
         self._calls.of_torch(lambda: dist.all_reduce(tensor, group=self._group))
 
-    def all_gather_weights(self, layout):
-        """Every rank's part of the flat weights to all ranks, which need them unless they are divided."""
-        if self.world == 1 or layout.mesh is not None:
-            return
-        parts = [layout.flat[begin:end].view(torch.uint8) for begin, end in itertools.pairwise(layout.bounds)]
-        self._calls.all_gather_tensors(self._group, parts)
+    def all_gather_weights(self, layout, wanted):
+        """Every rank's part of the flat weights to all ranks, which need them unless they are divided, and to these
+        parameters."""
+        if self.accelerator is not None:
+            return self._broadcast_weights(layout, wanted)
+        if self.together and layout.mesh is None:
+            parts = [layout.flat[begin:end].view(torch.uint8) for begin, end in itertools.pairwise(layout.bounds)]
+            self._calls.all_gather_tensors(self._group, parts)
+        for i in wanted:
+            layout.copy_back(i)
+
+    def _broadcast_weights(self, layout, wanted):
+        """They go up once, at their owner, and to the others from there: what others have in the flat buffer is old."""
+        self._calls.meet("weights", layout.flat.nbytes)
+        for owner, (begin, end) in enumerate(itertools.pairwise(layout.bounds)):
+            for first in range(begin, end, _PIECE_ELEMENTS):
+                piece = torch.empty(min(_PIECE_ELEMENTS, end - first), dtype=layout.dtype, device=self.accelerator)
+                if owner == self.rank:
+                    layout.upload(first, piece)
+                send = functools.partial(dist.broadcast, piece, self._members[owner], group=self._device_group)
+                self._calls.of_torch(send)
+                for i in wanted:
+                    layout.fill(i, first, piece)

@@ -31,6 +31,8 @@ def _watch_zero_grad():
 class ReleasedGradients(gradients.HeldGradients):
     """collective: several ranks hold a part of each parameter (FSDP2), so that a step begins on all of them."""
 
+    _stay = False  # they are handed over where they are
+
     def __init__(self, layout, accumulation_steps, collective=False):
         super().__init__(layout)
         self._accumulation_steps = accumulation_steps
@@ -125,7 +127,9 @@ class ReleasedGradients(gradients.HeldGradients):
         if last and not session.step_begun and not self._may_wait(session):
             session.begin_step()
             self._put_complete(session)
-        if gradient.device.type != "cpu" and gradient.numel() > 0:
+        if self._stay:
+            self._arrived(session, i, last, gradient)
+        elif gradient.device.type != "cpu" and gradient.numel() > 0:
             own = weakref.proxy(session), i, first, last, gradient.numel()
             self._copies.start(gradient, functools.partial(self._piece_arrived, *own))
         else:

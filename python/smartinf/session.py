@@ -59,6 +59,7 @@ class Session:
             stored = _core.stored_state([device["path"] for device in options.devices], options.remote)
         parameters, self._has_room, self._subgroup = stored or (None, True, 0)
         self.layout = Layout(named, self.ranks.rank, self.ranks.world, options.streamed, options.mesh, parameters)
+        self.ranks.use_devices(self.layout)
         self.stream = options.stream if self.layout.streams else None
         self.lineage = Lineage(len(self.layout.params))
         self.devices = core_options.devices_for(self.layout, options.devices)
@@ -440,7 +441,7 @@ class Session:
                     layout.names[min(held)],
                 )
                 self.late.take(core, layout, held)
-        elif self.ranks.world == 1 or layout.mesh is not None:
+        elif not self.ranks.together or layout.mesh is not None:
             for segment in layout.segments:
                 if taking_part[segment.param] and layout.kept[segment.param]:
                     core.wait_weights(segment.first, segment.count)
@@ -452,10 +453,7 @@ class Session:
         else:
             core.wait_weights(0, layout.owned_count)
             core.start_commit(after.to_json())
-            self.ranks.all_gather_weights(layout)
-            for i, taking in enumerate(taking_part):
-                if taking:
-                    layout.copy_back(i)
+            self.ranks.all_gather_weights(layout, [i for i, taking in enumerate(taking_part) if taking])
             layout.copied_back()
         self.waited_s += time.monotonic() - begin
         self.lineage, self.stepped = after, True
@@ -506,10 +504,8 @@ class Session:
         core.load_weights(layout.type_name, layout.owned_address, layout.kept_spans)
         if self.stream is not None and core is self.core:
             self._stream_from_core()
-        self.ranks.all_gather_weights(layout)
         with torch.no_grad():
-            for i in range(len(layout.params)):
-                layout.copy_back(i)
+            self.ranks.all_gather_weights(layout, range(len(layout.params)))
         layout.copied_back()
         layout.snapshot()
 

@@ -185,7 +185,7 @@ class StorageOptimizer(torch.optim.Optimizer):
         options = self._options
         if not options.release:
             return HeldGradients(session.layout)
-        if session.ranks.world == 1 or options.mesh is not None:
+        if not session.ranks.together or options.mesh is not None:
             return ReleasedGradients(session.layout, options.accumulation_steps, collective=session.ranks.world > 1)
         return AveragedGradients(options.accumulation_steps, session)
 

@@ -22,6 +22,7 @@ the number of the signal that ended one of them, or 0.
   refused            the optimizer cannot be made: in the error's text
   patience           seconds that the others have when a rank has ended
   timeout            of the process group, in seconds
+  on_devices         gradients and weights go between ranks as between GPUs, with the CPU in their place
   ddp, passes, scaler, options    how to train
 """
 
@@ -43,7 +44,7 @@ import torch
 import torch.distributed as dist
 
 import smartinf
-from smartinf import open_optimizers
+from smartinf import open_optimizers, ranks
 from smartinf.ranks import Ranks
 
 # One thread for each rank, as torchrun gives it. With two, torch's first gradients in a process differ
@@ -75,11 +76,11 @@ def plan_death(optimizer, point, when, die=die):
             die()
         return parts
 
-    def all_gather_weights(layout):
+    def all_gather_weights(*given):
         if here.is_set() and point == "weights":
             optimizer._session.wait_commit()
             die()
-        gather_weights(layout)
+        gather_weights(*given)
 
     def to_json(lineage):
         if lineage.updates == when:
@@ -211,7 +212,11 @@ def main(job):
     if "check" in job:
         return globals()[job["check"]](job)
     world = int(os.environ.get("WORLD_SIZE", "1"))
-    if world > 1:
+    on_devices = job.get("on_devices", False)
+    if on_devices:
+        ranks._BACKENDS, ranks._PIECE_ELEMENTS = {"cpu": "gloo"}, 1000
+        os.environ["SMARTINF_RANKS"] = "nccl"
+    if world > 1 or on_devices:
         timeout = datetime.timedelta(seconds=job["timeout"]) if "timeout" in job else None
         dist.init_process_group("gloo", timeout=timeout)
     rank = dist.get_rank() if world > 1 else 0
@@ -239,6 +244,7 @@ def main(job):
     )
     if optimizer is None:
         return
+    assert (optimizer._session.ranks.accelerator is not None) == on_devices
     wrapped = model
     if world > 1 and ddp:
         wrapped = torch.nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)

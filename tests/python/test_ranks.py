@@ -136,6 +136,19 @@ def test_gradients_are_averaged_as_they_leave(run, tmp_path):
     assert "unused" in made["model"]
 
 
+@pytest.mark.parametrize("world", [1, 2])
+def test_between_devices_gradients_and_weights_have_the_same_bits(run, world, tmp_path):
+    """With the CPU in a device's place, and gloo in that of NCCL; with one rank as well."""
+    options = {"release_gradients": True}
+    expected = run(world, tmp_path / "host", ddp=False, options=options)
+    assert_same(run(world, tmp_path / "there", ddp=False, options=options, on_devices=True), expected)
+    if world == 2:  # gradients that DistributedDataParallel has added up; sums over passes are in the host's memory
+        assert_same(run(2, tmp_path / "ddp", on_devices=True), run(2, tmp_path / "host_ddp"))
+        options["accumulation_steps"] = 2
+        expected = run(2, tmp_path / "sums", ddp=False, passes=2, options=options)
+        assert_same(run(2, tmp_path / "sums_there", ddp=False, passes=2, options=options, on_devices=True), expected)
+
+
 @pytest.mark.parametrize("point", ["weights", "agree"])
 def test_a_rank_that_hangs_is_named_when_the_groups_timeout_has_passed(run, point, two, tmp_path):
     """It is stopped between prepare and commit ("agree"): what the other prepared is committed when both are back. Or

@@ -137,10 +137,9 @@ class offload_activations:  # noqa: N801 (used like a function)
         if self._hooks is not None:
             raise UsageError("this context is entered already; make another one")
         spool, owned = self._open_spool()
-        device_types = {parameter.device.type for parameter in self._model.parameters()}
-        self._tensors = SpooledTensors(
-            spool, owned, self._memory, bool(device_types - {"cpu", "meta"}), self._keys, self._rule, self.counts
-        )
+        devices = (p.device for p in self._model.parameters() if p.device.type not in ("cpu", "meta"))
+        device = next(devices, None)
+        self._tensors = SpooledTensors(spool, owned, self._memory, device, self._keys, self._rule, self.counts)
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._tensors.pack, self._tensors.unpack)
         self._hooks.__enter__()
         return self

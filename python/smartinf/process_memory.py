@@ -11,9 +11,9 @@ _MADV_DONTNEED = 4
 _DROP_EVERY = 256 << 20
 
 
-def aligned_memory(size, pinned=False):
+def aligned_memory(size):
     """(a tensor of bytes that is to be kept, the address of `size` bytes in it, on a page)."""
-    memory = torch.empty(size + PAGE, dtype=torch.uint8, pin_memory=pinned)
+    memory = torch.empty(size + PAGE, dtype=torch.uint8)
     return memory, -(-memory.data_ptr() // PAGE) * PAGE
 
 

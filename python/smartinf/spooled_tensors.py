@@ -12,6 +12,7 @@ import weakref
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from smartinf import device_copies
 from smartinf.errors import NoSpaceError, UsageError
 from smartinf.modules import check_version, current_backward
 from smartinf.process_memory import PAGE, FreedMemory, aligned_memory
@@ -19,6 +20,7 @@ from smartinf.process_memory import PAGE, FreedMemory, aligned_memory
 _log = logging.getLogger("smartinf")
 _SMALL = 64 << 10  # smaller ones cost more to keep track of than they take
 _VIEW = 64  # a view of less than this part of a storage belongs to something larger that stays, like a data set
+_AHEAD = 2  # storages that are copied to their device before they are wanted
 _open = weakref.WeakSet()
 _empty = {}  # (type, device) -> a tensor without elements
 
@@ -46,8 +48,11 @@ class Buffers:
     """Aligned host memory, cut into buffers. A buffer is a memoryview, which is free again when nobody holds it or a
     tensor made of it. Pages that were never used take no memory. Threads: one at a time."""
 
-    def __init__(self, size, pinned):
-        self.memory, self._address = aligned_memory(size, pinned)
+    def __init__(self, size, device=None):
+        """device: other than the CPU, that they are copied from and to."""
+        self.memory, self._address = aligned_memory(size)
+        if device is not None:
+            device_copies.lock_pages(self.memory, self._address, size, device)
         self.size = size
         self._whole = memoryview((ctypes.c_ubyte * size).from_address(self._address))
         self._holes = [(0, size)]  # by offset; no two of them touch
@@ -113,7 +118,7 @@ class _Stored:
         self.buffer = self.address = None  # while its bytes are in memory
         self.ticket = None  # of the spool
         self.written = self.coming = self.came = False
-        self.there = None  # on its device again
+        self.there = self.uploaded = None  # on its device again, for those who wait for the event
 
 
 class _Saved:
@@ -151,11 +156,12 @@ class SpooledTensors:
     rule:   KeepRule of activations.py
     counts: Counts, likewise
     owned:  whether the spool is closed with this
+    device: other than the CPU, where most of the tensors are; or None
     Threads: any; they take turns. It lives as long as a graph holds what it has stored."""
 
-    def __init__(self, spool, owned, memory, pinned, stays, rule, counts):
+    def __init__(self, spool, owned, memory, device, stays, rule, counts):
         self._spool, self._owned, self._rule, self.counts = spool, owned, rule, counts
-        self._buffers = Buffers(memory, pinned)
+        self._buffers = Buffers(memory, device)
         self._stays, self._staying = stays, frozenset()
         self._turn = threading.RLock()
         self._stored = {}  # by storage key
@@ -169,7 +175,6 @@ class SpooledTensors:
         self._uploads = collections.deque()  # (event, buffer)
         self._written = {}  # by number: in memory and on the devices, so that the buffer can be given up
         self._last = self._ahead = -1  # numbers: wanted last; next to be read ahead
-        self._streams = {}
         self._full = False
         self._freed = FreedMemory(memory)
         _open.add(self)
@@ -264,7 +269,9 @@ class SpooledTensors:
             host.copy_(_bytes_of(storage))
             return self._put(stored)
         stored.source = storage
-        stored.copied = self._copy_to_host(host, storage)
+        side = device_copies.stream(stored.device, "down")
+        device_copies.order_behind(side)
+        stored.copied = device_copies.copy(host, _bytes_of(storage), side)
         self._copying.append(stored)
         return True
 
@@ -316,20 +323,18 @@ class SpooledTensors:
         """Its bytes, where it was."""
         self._tidy()
         stored.wanted = (stored.wanted or stored.views) - 1
-        if stored.there is None and stored.source is None:
-            began = time.perf_counter()
-            waits = stored.buffer is None or stored.coming
-            if stored.buffer is None:
-                room = stored.room
-                taken = self._take(room, wait=True, reading=stored.number) or self._take(room, wait=False)
-                self._start_get(stored, taken or _lone_buffer(room))
-            self._read_ahead(stored.number)
-            if stored.coming:
-                self._spool.wait(stored.ticket)
-                stored.coming, stored.came = False, True
-                self._written[stored.number] = stored
-            if waits:
-                self.counts.waited_s += time.perf_counter() - began
+        away = stored.there is None and stored.source is None
+        began = time.perf_counter()
+        waits = away and (stored.buffer is None or stored.coming)
+        if away and stored.buffer is None:
+            room = stored.room
+            taken = self._take(room, wait=True, reading=stored.number) or self._take(room, wait=False)
+            self._start_get(stored, taken or _lone_buffer(room))
+        self._read_ahead(stored.number)
+        if away:
+            self._finish_get(stored)
+        if waits:
+            self.counts.waited_s += time.perf_counter() - began
         if not stored.came:
             stored.came = True
             self.counts.handed_over_bytes += stored.nbytes
@@ -342,6 +347,12 @@ class SpooledTensors:
         self._spool.start_get(stored.ticket, stored.address)
         stored.coming = True
         self.counts.read_bytes += stored.nbytes
+
+    def _finish_get(self, stored):
+        if stored.coming:
+            self._spool.wait(stored.ticket)
+            stored.coming, stored.came = False, True
+            self._written[stored.number] = stored
 
     def _read_ahead(self, number):
         """In the reverse of the order of saving, as far as there is memory."""
@@ -361,29 +372,50 @@ class SpooledTensors:
 
     # ---- other devices than the CPU
 
-    def _copy_to_host(self, host, storage):
-        device = storage.device
-        if device not in self._streams:
-            self._streams[device] = torch.Stream(device=device)
-        side = self._streams[device]
-        side.wait_stream(torch.accelerator.current_stream(device))
-        with side:
-            host.copy_(_bytes_of(storage), non_blocking=True)
-        return side.record_event()
-
     def _upload(self, stored):
-        """Its bytes on its device: still, again, or copied there now."""
+        """Its bytes on its device, for the current stream: still, again, or copied there now; and the next ones on their
+        way."""
         if stored.source is not None:
             return _bytes_of(stored.source)
+        if stored.there is None:
+            self._start_upload(stored)
         flat = stored.there
-        if flat is None:
-            host = torch.frombuffer(stored.buffer, dtype=torch.uint8, count=stored.nbytes)
-            flat = torch.empty(stored.nbytes, dtype=torch.uint8, device=stored.device)
-            flat.copy_(host, non_blocking=True)
-            copied = torch.accelerator.current_stream(stored.device).record_event()
-            self._uploads.append((copied, stored.buffer))
-        stored.there = flat if stored.wanted > 0 else None
+        device_copies.wait(stored.uploaded, stored.device)
+        if stored.wanted == 0:
+            stored.there = None
+        self._upload_ahead(stored.number)
         return flat
+
+    def _start_upload(self, stored):
+        """The memory is the current stream's, which uses it behind the copy and whose next tensors have it then: nobody
+        but autograd knows when it lets go of what it was given, so that buffers of our own could not be used again."""
+        host = torch.frombuffer(stored.buffer, dtype=torch.uint8, count=stored.nbytes)
+        stored.there = torch.empty(stored.nbytes, dtype=torch.uint8, device=stored.device)
+        side = device_copies.stream(stored.device, "up")
+        device_copies.order_behind(side)
+        stored.uploaded = device_copies.copy(stored.there, host, side)
+        self._uploads.append((stored.uploaded, stored.buffer))
+
+    def _upload_ahead(self, number):
+        first = next(iter(self._order), number)
+        found = 0
+        while number > first and found < _AHEAD:
+            number -= 1
+            stored = self._order.get(number)
+            if stored is None or stored.kept or stored.source is not None:
+                continue
+            if stored.there is None:
+                if stored.buffer is None or stored.coming and not self._spool.settled(stored.ticket):
+                    return
+                self._finish_get(stored)
+                self._start_upload(stored)
+            found += 1
+
+    def _leave_device(self, stored):
+        """The memory that it was copied to is the current stream's again, behind the copy."""
+        if stored.there is not None:
+            device_copies.wait(stored.uploaded, stored.device)
+            stored.there = None
 
     # ---- what has ended in the meantime
 
@@ -425,7 +457,7 @@ class SpooledTensors:
             del self._stored[stored.key]
         del self._order[stored.number]
         self._written.pop(stored.number, None)
-        stored.there = None
+        self._leave_device(stored)
         if stored.coming:
             self._reading_dead.append(stored)
         elif stored.written:
@@ -450,6 +482,8 @@ class SpooledTensors:
             spool, self._spool = self._spool, None
             if spool is None:
                 return
+            for copied in [*(stored.copied for stored in self._copying), *(copied for copied, _ in self._uploads)]:
+                copied.synchronize()
             if self._owned:
                 spool.close(self._buffers.memory)
                 return

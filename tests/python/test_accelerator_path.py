@@ -224,3 +224,29 @@ def test_two_units_are_copied_ahead_and_whoever_computes_waits_for_them(tmp_path
         torch.accelerator.synchronize()
     stream.release(0)
     stream.release(0)
+
+
+# ---- Activations.
+
+
+@pytest.mark.parametrize("budget", ["1MiB", "16MiB"])  # most of it comes from the devices again; nothing of it
+def test_offloaded_activations_have_the_bits_of_the_cpu(tmp_path, budget):
+    def run(device):
+        torch.manual_seed(5)
+        model = Streamed().to(device)
+        model.head.weight = model.embed.weight
+        counts = []
+        for step in range(2):
+            x = torch.randint(0, 1100, (4, 64), generator=torch.Generator().manual_seed(step)).to(device)
+            folder = tmp_path / f"{device.type}{step}"
+            with smartinf.offload_activations(
+                model, [str(folder)], keep=0, memory_budget=budget, storage="32MiB"
+            ) as offloaded:
+                torch.nn.functional.cross_entropy(model(x).view(-1, 1100), x.roll(1, 1).view(-1)).backward()
+            counts.append(offloaded.counts)
+        return [param.grad.to("cpu") for param in model.parameters()], counts[-1]
+
+    (expected, _), (found, counts) = run(CPU), run(ACCELERATOR)
+    same(expected, found)
+    assert counts.kept_bytes == 0 and counts.written_bytes > counts.saved_bytes / 2 > 2 << 20
+    assert (counts.read_bytes > counts.written_bytes / 2) == (budget == "1MiB")

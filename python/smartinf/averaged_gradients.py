@@ -149,7 +149,7 @@ class AveragedGradients(ReleasedGradients):
     """Released gradients, averaged over the ranks as they leave. Each rank's core gets its own part."""
 
     def __init__(self, accumulation_steps, session):
-        super().__init__(session.layout, accumulation_steps, collective=True)
+        super().__init__(session, accumulation_steps, collective=True)
         core, segment_of = session.core, session.layout.segment_of
 
         def put(param, within, values):

@@ -8,6 +8,7 @@ function says so.
 import collections
 import contextlib
 import functools
+import threading
 import weakref
 
 import torch
@@ -56,19 +57,30 @@ def lock_pages(memory, address, size, device):
 
 class Downloads:
     """Gradients on their way from devices to the host, in pieces, through a ring of pinned memory. They arrive in the order
-    in which they were started. Threads: one at a time."""
+    in which they were started.
 
-    def __init__(self, bytes_of_all):
-        """bytes_of_all: of everything that may be under way together; a smaller ring is enough then."""
+    Threads: one at a time, but for one of its own, which hands over what has come while backward goes on. It lives while
+    something is under way, and holds `lock` when it does so."""
+
+    def __init__(self, bytes_of_all, lock=None):
+        """bytes_of_all: of everything that may be under way together; a smaller ring is enough then. lock: an RLock that
+        callers hold; None: there is no thread, and callers hand over."""
         self._size = bytes_of_all
+        self._lock = lock
         self._ring = None  # [bytes], from the first gradient on
         self._free = 0  # where the next piece goes
         self._under_way = collections.deque()
+        self._works = False  # the thread
+        self._failure = None  # of the thread, for whoever calls next
 
     def start(self, values, arrived):
         """Copies `values` [count], contiguous, which the current stream has made. arrived(first, piece) is called with
-        pieces of it, in CPU memory until it returns, by a later start() or finish(). Waits while the ring is full."""
-        self.hand_over()
+        pieces of it, in CPU memory until it returns, by the thread, a later start() or finish(). Waits while the ring is
+        full. Errors: of an arrived() before."""
+        self._raise_failure()
+        if self._lock is None:
+            while self._under_way and self._under_way[0].event.query():
+                self._hand_over_oldest()
         side = stream(values.device, "down")
         order_behind(side)
         for first in range(0, values.numel(), _PIECE_ELEMENTS):
@@ -76,24 +88,46 @@ class Downloads:
             place = self._take(piece.nbytes)
             host = self._ring[place : place + piece.nbytes].view(piece.dtype)
             self._under_way.append(_Download(host, copy(host, piece, side), values, place, first, arrived))
-
-    def hand_over(self):
-        """What has come."""
-        while self._under_way and self._under_way[0].event.query():
-            self._hand_over_oldest()
+        if self._lock is not None and not self._works:
+            self._works = True
+            threading.Thread(target=self._work, name="smartinf-gradients", daemon=True).start()
 
     def finish(self):
-        """Waits for everything, and hands it over."""
+        """Waits for everything, and hands it over. Errors: of an arrived()."""
+        self._raise_failure()
         while self._under_way:
             self._hand_over_oldest()
 
     def drop(self):
         """Nothing that is under way arrives."""
-        self._under_way = collections.deque(download._replace(arrived=None) for download in self._under_way)
+        with self._lock or contextlib.nullcontext():
+            self._failure = None
+            self._under_way = collections.deque(download._replace(arrived=None) for download in self._under_way)
+
+    def _work(self):
+        while True:
+            with self._lock:
+                if not self._under_way or self._failure is not None:
+                    self._works = False
+                    return
+                event = self._under_way[0].event
+            event.synchronize()
+            with self._lock:
+                if self._under_way and self._under_way[0].event is event:
+                    try:
+                        self._hand_over_oldest()
+                    except BaseException as error:  # noqa: BLE001  for whoever calls next
+                        self._failure = error
+
+    def _raise_failure(self):
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
 
     def _hand_over_oldest(self):
         download = self._under_way[0]
-        download.event.synchronize()
+        if not download.event.query():
+            download.event.synchronize()
         try:
             if download.arrived is not None:
                 download.arrived(download.first, download.host)

@@ -39,8 +39,8 @@ class HeldGradients:
     collective = False  # whether a step begins on all ranks in backward
     pending = False  # whether backward has handed over any since the last step
 
-    def __init__(self, layout):
-        self._copies = Downloads(of_all(layout))  # from devices
+    def __init__(self, layout, lock=None):
+        self._copies = Downloads(of_all(layout), lock)  # from devices
 
     def attach(self, session):
         """The session is open: backward calls the source from here on, if it is to."""

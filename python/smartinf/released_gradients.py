@@ -33,8 +33,9 @@ class ReleasedGradients(gradients.HeldGradients):
 
     _stay = False  # they are handed over where they are
 
-    def __init__(self, layout, accumulation_steps, collective=False):
-        super().__init__(layout)
+    def __init__(self, session, accumulation_steps, collective=False):
+        # Several ranks hand over in backward's own thread, so that all of them do it in the same order.
+        super().__init__(session.layout, None if collective else session.turn)
         self._accumulation_steps = accumulation_steps
         self.collective = collective
         # Of the step in progress, by parameter:

@@ -159,8 +159,9 @@ class Session:
 
     def pass_ended(self, batches):
         """So many batches went through a streamed model together."""
-        if self.core is not None:
-            self.gradients.pass_ended(batches)
+        with self.turn:
+            if self.core is not None:
+                self.gradients.pass_ended(batches)
 
     def _stream_from_core(self):
         """Streamed parameters have the committed step's weights from here on."""

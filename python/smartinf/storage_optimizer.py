@@ -186,7 +186,7 @@ class StorageOptimizer(torch.optim.Optimizer):
         if not options.release:
             return HeldGradients(session.layout)
         if not session.ranks.together or options.mesh is not None:
-            return ReleasedGradients(session.layout, options.accumulation_steps, collective=session.ranks.world > 1)
+            return ReleasedGradients(session, options.accumulation_steps, collective=session.ranks.world > 1)
         return AveragedGradients(options.accumulation_steps, session)
 
     def _trainable(self):

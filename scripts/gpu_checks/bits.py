@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import importlib.util
+import os
 
 from rows import check
 
@@ -103,6 +104,25 @@ def optimizer(here):
             functools.partial(_given, here.device, here.place(f"device-{name}"), **variant),
             functools.partial(_given, "cpu", here.place(f"cpu-{name}"), **variant),
         )
+
+
+@check(seconds=60, cuda=True)
+def nccl(here):
+    """One rank, which makes the calls of several."""
+    import torch
+
+    variants = {
+        "released": {"release_gradients": True, "max_grad_norm": 1.0},
+        "accumulated": {"accumulate": 2, "release_gradients": True, "max_grad_norm": 1.0},
+        "held": {"max_grad_norm": 1.0},
+    }
+    alone = {n: _given("cpu", here.place(f"cpu-{n}"), torch.float32, **v) for n, v in variants.items()}
+    os.environ |= {"SMARTINF_RANKS": "nccl", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29517"}
+    torch.distributed.init_process_group("cpu:gloo,cuda:nccl", rank=0, world_size=1)
+    for name, variant in variants.items():
+        found = functools.partial(_given, here.device, here.place(f"device-{name}"), torch.float32, **variant)
+        here.compare(name, found, functools.partial(alone.get, name))
+    torch.distributed.destroy_process_group()
 
 
 def _folder(here, dtype):

@@ -191,9 +191,9 @@ def _deepspeed(model, where):
     return engine
 
 
-def _steps(here, size, how, *, state=12, on="memory", **options):
+def _steps(here, size, how, *, state=12, weight=4, on="memory", **options):
     """Rows for steps of 2k and 8k tokens. on: where the state lies, "drive" or "memory". state: its bytes a parameter, which
-    an update reads and writes."""
+    an update reads and writes. weight: those of them that streaming reads, in forward and in backward."""
     import torch
 
     where = str(here.folder / "state") if on == "drive" or here.quick else f"/dev/shm/{here.folder.name}"
@@ -221,7 +221,8 @@ def _steps(here, size, how, *, state=12, on="memory", **options):
             parts = {"products": 8 * count * tokens / limit["products"], "link_up": ups / limit["link"]["up"]}
             parts["link_down"] = 2 * count / limit["link"]["down"] if ups else 0
             if ups and limit[on]:
-                parts[on] = state * count * (1 / limit[on]["read"] + 1 / limit[on]["write"])
+                reads = state + (2 * weight if how == "streamed" else 0)
+                parts[on] = count * (reads / limit[on]["read"] + state / limit[on]["write"])
             peak = torch.cuda.max_memory_allocated() if here.pretended is None else 0
             here.row(
                 f"{tokens}", bool(torch.isfinite(loss)), params_b=round(count / 1e9, 2), tokens_s=round(tokens / took),
@@ -248,9 +249,10 @@ def _trace(here, torch, step):
     path = here.out / f"{here.check}.trace.json"
     profiled.export_chrome_trace(str(path))
     events = json.loads(path.read_text())["traceEvents"]
-    waits = {}
+    computing = {e["tid"] for e in events if e.get("cat") == "cuda_runtime" and "LaunchKernel" in e["name"]}
+    waits = {}  # not those of the thread that hands over gradients
     for event in events:
-        if event.get("cat") == "cuda_runtime" and "Synchronize" in event["name"]:
+        if event.get("cat") == "cuda_runtime" and "Synchronize" in event["name"] and event["tid"] in computing:
             waits[event["name"]] = waits.get(event["name"], 0) + 1
     here.row("trace", True, host_waits=waits)
     spans = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy") and "dur" in e]

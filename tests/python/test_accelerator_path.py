@@ -4,6 +4,7 @@ and only with SMARTINF_TEST_ACCELERATOR, the path of its library."""
 
 import os
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -250,3 +251,48 @@ def test_offloaded_activations_have_the_bits_of_the_cpu(tmp_path, budget):
     same(expected, found)
     assert counts.kept_bytes == 0 and counts.written_bytes > counts.saved_bytes / 2 > 2 << 20
     assert (counts.read_bytes > counts.written_bytes / 2) == (budget == "1MiB")
+
+
+# ---- The thread that hands over gradients.
+
+
+def _downloads():
+    lock = threading.RLock()
+    return lock, device_copies.Downloads(1 << 20, lock)
+
+
+def test_gradients_are_handed_over_while_nobody_calls():
+    lock, downloads = _downloads()
+    values, came = torch.arange(5000.0, device=ACCELERATOR), []
+    with lock:
+        downloads.start(values, lambda first, piece: came.append((first, piece.clone())))
+        time.sleep(0.05)
+        assert not came, "the lock is held"
+    deadline = time.monotonic() + 60
+    while sum(len(piece) for _, piece in came) < 5000 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert [first for first, _ in came] == sorted(first for first, _ in came)
+    assert torch.equal(torch.cat([piece for _, piece in came]), values.cpu())
+
+
+def test_what_fails_on_the_way_is_raised_by_the_next_call():
+    lock, downloads = _downloads()
+    values = torch.ones(5000, device=ACCELERATOR)
+
+    def fails(first, piece):
+        raise ValueError("the device is gone")
+
+    def failed():
+        with lock:
+            downloads.start(values, fails)
+        deadline = time.monotonic() + 60
+        while downloads._failure is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+    failed()
+    with lock, pytest.raises(ValueError, match="is gone"):
+        downloads.start(values, lambda *_: None)
+    failed()
+    downloads.drop()
+    with lock:
+        downloads.finish()

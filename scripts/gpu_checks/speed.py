@@ -285,24 +285,27 @@ def torch_1b(here):
     _steps(here, "1b", "torch")
 
 
-@check(seconds=120, alone=True)
-def resident_1b(here):
-    _steps(here, "1b", "resident")
+_SMALL = {"state": 4.1, "state_format": "q4", "master": "m24"}  # 4 bytes a parameter
 
 
 @check(seconds=120, alone=True)
 def streamed_1b(here):
-    _steps(here, "1b", "streamed")
+    _steps(here, "1b", "streamed", **_SMALL)
 
 
 @check(seconds=120, alone=True)
-def drive_1b(here):
-    _steps(here, "1b", "streamed", on="drive")
+def resident_1b(here):
+    _steps(here, "1b", "resident", **_SMALL)
 
 
 @check(seconds=120, alone=True)
 def cached_1b(here):
     _steps(here, "1b", "resident", durability="none", state_cache=1 << 20 if here.quick else "16GB")
+
+
+@check(seconds=120, alone=True)
+def drive_1b(here):
+    _steps(here, "1b", "streamed", on="drive", **_SMALL)
 
 
 @check(seconds=240, alone=True, quick=False)
@@ -314,9 +317,9 @@ def deepspeed_1b(here):
 
 @check(seconds=150, alone=True, quick=False)
 def streamed_7b(here):
-    _steps(here, "7b", "streamed", state=4.1, state_format="q4", master="m24", durability="none")
+    _steps(here, "7b", "streamed", durability="none", **_SMALL)
 
 
 @check(seconds=150, alone=True, quick=False)
 def resident_7b(here):
-    _steps(here, "7b", "resident", state=4.1, state_format="q4", master="m24", durability="none")
+    _steps(here, "7b", "resident", durability="none", **_SMALL)

@@ -10,6 +10,7 @@
 #include <nlohmann/json.hpp>
 
 #include "smartinf/base/text.h"
+#include "smartinf/base/unified_memory.h"
 #include "smartinf/base/units.h"
 #include "smartinf/csd/opencl_processor.h"
 #include "smartinf/engine/local_source.h"
@@ -210,6 +211,9 @@ void look_at_torch(Report& report) {
         "Check that the GPU is available in this container, and that nvidia-smi is installed.");
   } else {
     for (const std::string& device : gpu.devices) report.ok("GPU", device);
+    report.ok("GPU memory", base::memory_is_unified()
+                                ? "the host's own: smartinf train copies no weights to the GPU"
+                                : "its own");
   }
 }
 

@@ -7,6 +7,7 @@
 #include <c10/core/CachingDeviceAllocator.h>
 #include <fmt/format.h>
 
+#include "smartinf/base/unified_memory.h"
 #include "smartinf/plan/training_memory.h"
 
 namespace smartinf::train {
@@ -41,8 +42,10 @@ void pin_what_is_asked_for() {
 
 AcceleratorMemory memory_of(const torch::Device& accelerator) {
   if (accelerator.is_cpu()) return {};
+  const uint64_t taken = accelerator.is_cuda() ? plan::kCudaBytes : 0;
+  if (base::memory_is_unified()) return {0, taken, true};
   return {c10::getDeviceAllocator(accelerator.type())->getMemoryInfo(accelerator.index()).first,
-          accelerator.is_cuda() ? plan::kCudaBytes : 0};
+          taken};
 }
 
 }  // namespace smartinf::train

@@ -52,14 +52,15 @@ struct Setting {
   bool recompute = false;  // where all units stay
   bool spools = false;
   bool offloads = false;
+  bool unified = false;
 
   friend void PrintTo(const Setting& setting, std::ostream* out) { *out << setting.name; }
 };
 
 constexpr plan::UnitPlacement kAllThere{kUnits, kUnits, 0, 0};
 constexpr plan::UnitPlacement kInHost{1, kUnits, 0, 2};
-constexpr plan::UnitPlacement kAllInHost{0, kUnits, 0, 2};
-constexpr plan::UnitPlacement kFromDevices{1, 3, 3, 2};
+constexpr plan::UnitPlacement kAllInHost{0, kUnits, 0, 3};
+constexpr plan::UnitPlacement kFromDevices{1, 3, 3, 3};
 constexpr plan::UnitPlacement kAllFromDevices{0, 0, 3, 2};
 
 const Setting kSettings[] = {
@@ -86,6 +87,9 @@ const Setting kSettings[] = {
     {"host_early_offloads", kAllInHost, Overlap::kEarly, true, 3, false, false, true},
     {"devices_late_offloads", kFromDevices, Overlap::kLate, false, 3, false, true, true},
     {"devices_early_spools", kAllFromDevices, Overlap::kEarly, true, 1, false, true},
+    {"unified_stays", {0, kUnits, 0, 0}, Overlap::kLate, true, 3, true, false, false, true},
+    {"unified_late", {0, 3, 3, 0}, Overlap::kLate, true, 3, false, true, false, true},
+    {"unified_early", {0, 0, 3, 0}, Overlap::kEarly, false, 1, false, false, true, true},
 };
 
 struct AcceleratorOutcome : Outcome {
@@ -230,7 +234,9 @@ TEST_P(AcceleratorStreamBits, AreThoseOfTheCpu) {
   use({.delay_us = 300});
   Job made = job("accelerator", setting);
   made.plan = hand_made_plan(setting, made.options);
+  ::setenv("SMARTINF_UNIFIED_MEMORY", setting.unified ? "yes" : "no", 1);
   const AcceleratorOutcome outcome = train(made, Trainer::open(made));
+  ::unsetenv("SMARTINF_UNIFIED_MEMORY");
   expect_same_bits(outcome, expected);
   EXPECT_EQ(outcome.spooled_bytes > 0, setting.spools || setting.offloads);
   EXPECT_EQ(smartinf_test_accelerator_order_errors(), 0u);
@@ -336,6 +342,20 @@ TEST_F(AcceleratorMemoryPlan, AllStaysWhereThereIsRoom) {
   EXPECT_FALSE(plan->streams);
   EXPECT_FALSE(plan->recompute);
   EXPECT_EQ(plan->placement.on_accelerator, 10u);
+}
+
+TEST_F(AcceleratorMemoryPlan, UnifiedMemoryIsPlannedOnce) {
+  const Job job = larger_job("run");
+  const model::Architecture model = architecture_of(job.options.model, job.options.data.sequence);
+  const auto space = model::make_parameter_space(model);
+  MemoryLimits limits = memory_limits(job.options.memory, {});
+  const auto on_cpu = plan_run(model, job.options, job.updater, *space, limits);
+  constexpr uint64_t kTaken = 1000;
+  limits.accelerator = {0, kTaken, true};
+  const auto plan = plan_run(model, job.options, job.updater, *space, limits);
+  ASSERT_TRUE(plan.ok() && on_cpu.ok());
+  EXPECT_TRUE(plan->memory.accelerator.empty());
+  EXPECT_GT(plan->memory.host_bytes, on_cpu->memory.host_bytes + kTaken) << "and gradients' copies";
 }
 
 TEST_F(AcceleratorMemoryPlan, PeakIsWhatWasPlanned) {

@@ -10,6 +10,8 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/types.h>
 
+#include "smartinf/base/unified_memory.h"
+
 namespace smartinf::train {
 
 /// Threads: as torch's streams.
@@ -19,12 +21,15 @@ class CopyStreams {
   explicit CopyStreams(torch::Device device) : device_(device) {
     if (device.is_cpu()) return;
     const c10::impl::VirtualGuardImpl guard(device.type());
+    in_place_ = base::memory_is_unified();
     up_ = guard.getStreamFromGlobalPool(device);
     down_ = guard.getStreamFromGlobalPool(device);
   }
 
   torch::Device device() const { return device_; }
   bool beside() const { return up_.has_value(); }
+  /// The accelerator computes in the host's memory: weights are where they are.
+  bool in_place() const { return in_place_; }
 
   // ---- Beside an accelerator.
 
@@ -44,6 +49,7 @@ class CopyStreams {
 
  private:
   const torch::Device device_;
+  bool in_place_ = false;
   std::optional<c10::Stream> up_;
   std::optional<c10::Stream> down_;
 };

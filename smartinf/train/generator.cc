@@ -185,7 +185,9 @@ Result<plan::InferencePlan> TorchGenerator::make_plan(std::span<const uint64_t> 
   input.streams = streams();
   input.host_limit_bytes =
       options_.host_bytes != 0 ? options_.host_bytes : resident + engine::available_memory_bytes();
-  if (const AcceleratorMemory memory = memory_of(accelerator_); memory.free_bytes > 0) {
+  if (const AcceleratorMemory memory = memory_of(accelerator_); memory.unified) {
+    input.process_bytes += memory.taken_bytes;
+  } else if (memory.free_bytes > 0) {
     input.gpu = true;
     input.gpu_library_bytes = memory.taken_bytes;
     input.accelerator_limit_bytes =

@@ -39,11 +39,16 @@ LayerStream::LayerStream(engine::WeightSource& source, const Model& model,
     host_elements_ = last.first + last.count;
   }
   host_N_ = torch::empty({elements(host_elements_)}, host);
+  const bool copies = beside && !streams.in_place();
   resident_elements_ =
-      plan::elements_of(units, beside ? placement.on_accelerator : placement.in_memory);
-  accelerator_N_ = beside ? torch::empty({elements(resident_elements_)},
-                                         host.pinned_memory(false).device(streams.device()))
-                          : host_N_;
+      plan::elements_of(units, copies ? placement.on_accelerator : placement.in_memory);
+  accelerator_N_ = host_N_;
+  if (copies) {
+    accelerator_N_ = torch::empty({elements(resident_elements_)},
+                                  host.pinned_memory(false).device(streams.device()));
+  } else if (beside && host_elements_ > 0) {
+    accelerator_N_ = computed_with(host_N_.data_ptr(), host_elements_);
+  }
   if (beside) {
     old_used_ = streams.done_so_far();  // by whoever had the memory before
     arrived_there_.emplace(streams.event());
@@ -73,7 +78,7 @@ LayerStream::LayerStream(engine::WeightSource& source, const Model& model,
     };
     window_ = std::make_unique<engine::LayerWindow>(source, std::move(window));
   }
-  if (beside && resident_elements_ < units.back().end()) {
+  if (copies && resident_elements_ < units.back().end()) {
     const auto streamed = std::span(unit_elements_).subspan(placement.on_accelerator);
     for (const uint64_t size : plan::slot_sizes(streamed, placement.accelerator_slots)) {
       add_accelerator_slot(size);
@@ -90,6 +95,7 @@ void LayerStream::add_accelerator_slot(uint64_t elements) {
 
 void LayerStream::close() {
   for (AcceleratorSlot& slot : accelerator_slots_) slot.copied.synchronize();
+  while (!in_use_.empty()) end_oldest_use();
   window_.reset();
 }
 
@@ -114,6 +120,7 @@ void* LayerStream::weights_at(uint64_t element) const {
 
 void LayerStream::updated() {
   host_arrived_ = arrived_ = 0;
+  while (!in_use_.empty()) end_oldest_use();
   if (streams_.beside()) old_used_->record(streams_.current());
   for (AcceleratorSlot& slot : accelerator_slots_) {
     finish_copy(slot);
@@ -139,7 +146,7 @@ Status LayerStream::arrive_in_host(uint64_t end) {
 Status LayerStream::arrive(uint64_t end) {
   SI_RETURN_IF_ERROR(arrive_in_host(end));
   if (end <= arrived_) return Status();
-  if (streams_.beside()) {
+  if (streams_.beside() && !streams_.in_place()) {
     const plan::Unit some{arrived_, end - arrived_};
     {
       const c10::StreamGuard guard(streams_.up());
@@ -172,7 +179,9 @@ const UnitWeights& LayerStream::get(size_t unit) {
     throw_if_error(arrive(span.end()));
     return weights_[unit];
   }
-  if (!streams_.beside()) {
+  if (!streams_.beside() || streams_.in_place()) {
+    // Of three slots one is read into, while what was computed with last is still in use.
+    while (in_use_.size() > 1) end_oldest_use();
     weights_[unit] = model_.weights_of(unit, in_host(unit));
     return weights_[unit];
   }
@@ -196,6 +205,10 @@ void LayerStream::release(size_t unit) {
   }
   weights_[unit].clear();
   if (!streams_.beside()) return window_->release(static_cast<uint32_t>(unit));
+  if (streams_.in_place()) {
+    in_use_.emplace_back(static_cast<uint32_t>(unit), streams_.done_so_far());
+    return;
+  }
   AcceleratorSlot* slot = slot_of(unit);
   SI_CHECK(slot != nullptr && slot->held, "a unit is released that is not held");
   slot->used.record(streams_.current());
@@ -217,8 +230,24 @@ Tensor LayerStream::in_host(size_t unit) {
   base::Result<std::byte*> weights = window_->get(static_cast<uint32_t>(unit));
   throw_if_error(weights.status());
   waited_s_ += base::seconds_since(begin_ns);
+  if (streams_.in_place()) return computed_with(*weights, span.count);
   return torch::from_blob(*weights, {static_cast<int64_t>(span.count)},
                           torch::dtype(scalar_type(type_)));
+}
+
+/// Weights in the host's memory as the accelerator has them in place.
+Tensor LayerStream::computed_with(void* weights, uint64_t elements) const {
+  return at::for_blob(weights, {static_cast<int64_t>(elements)})
+      .options(torch::dtype(scalar_type(type_)).device(streams_.device()))
+      .target_device(streams_.device())
+      .make_tensor();
+}
+
+/// In place: a slot is free when what was started with it has been computed.
+void LayerStream::end_oldest_use() {
+  in_use_.front().second.synchronize();
+  window_->release(in_use_.front().first);
+  in_use_.pop_front();
 }
 
 LayerStream::AcceleratorSlot* LayerStream::slot_of(size_t unit) {

@@ -3,9 +3,11 @@
 #pragma once
 
 #include <cstdint>
+#include <deque>
 #include <memory>
 #include <optional>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include <c10/core/Event.h>
@@ -71,6 +73,8 @@ class LayerStream final : public TrainedWeights {
   base::Status arrive_in_host(uint64_t end);
   bool is_at_hand(uint32_t unit) const;
   torch::Tensor in_host(size_t unit);
+  torch::Tensor computed_with(void* weights, uint64_t elements) const;
+  void end_oldest_use();
   AcceleratorSlot* slot_of(size_t unit);
   void add_accelerator_slot(uint64_t elements);
   plan::Uses uses() const { return {order_, next_, unit_elements_}; }
@@ -93,6 +97,7 @@ class LayerStream final : public TrainedWeights {
   std::vector<UnitWeights> weights_;  // by unit; of one that is not resident while it is held
   std::unique_ptr<engine::LayerWindow> window_;
   std::vector<AcceleratorSlot> accelerator_slots_;
+  std::deque<std::pair<uint32_t, c10::Event>> in_use_;  // in place: released units, until computed
   std::optional<c10::Event> old_used_;  // what is on the accelerator, before the last update
   std::optional<c10::Event> arrived_there_;
   std::vector<uint64_t> unit_elements_;  // of each unit

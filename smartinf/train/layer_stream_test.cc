@@ -149,6 +149,42 @@ TEST_F(LateCopies, ASlotOfTheHostIsUsedAgainWhenItsCopyIsDoneAndNobodyWaitsBefor
   stream_->close();
 }
 
+/// As above, where the accelerator computes with the slots themselves.
+TEST_F(LateCopies, InPlaceASlotIsUsedAgainWhenItHasBeenComputedWith) {
+  ::setenv("SMARTINF_UNIFIED_MEMORY", "yes", 1);
+  const CopyStreams in_place(accelerator_);
+  ::unsetenv("SMARTINF_UNIFIED_MEMORY");
+  stream_ = std::make_unique<LayerStream>(*updater_, *model_, in_place, base::DataType::kF32,
+                                          plan::UnitPlacement{0, 2, 3, 0});
+  ASSERT_TRUE(stream_->load().ok());
+  EXPECT_EQ(stream_->get(0).front().weight.data_ptr(), stream_->weights_at(0));
+  stream_->release(0);
+  std::vector<uint32_t> order;
+  for (uint32_t unit = 2; unit < kUnits; ++unit) order.push_back(unit);
+  stream_->start(order);
+  smartinf_test_accelerator_hold_copies(true);
+  std::thread other([] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(200));
+    smartinf_test_accelerator_hold_copies(false);
+  });
+  std::vector<torch::Tensor> read;
+  for (const uint32_t unit : order) {
+    read.push_back(start_reading(stream_->get(unit), unit));
+    stream_->release(unit);
+  }
+  other.join();
+  in_place.current().synchronize();
+  for (size_t i = 0; i < order.size(); ++i) {
+    const plan::Unit& span = model_->units()[order[i]];
+    for (const uint64_t element : {uint64_t{0}, span.count - 1}) {
+      EXPECT_EQ(read[i].const_data_ptr<float>()[element],
+                GivenWeights::weight(span.first + element))
+          << order[i];
+    }
+  }
+  stream_->close();
+}
+
 TEST_F(LateCopies, SeveralRanksAskForWeightsInOneOrderHoweverLateTheirCopiesAre) {
   std::vector<uint32_t> order;
   for (uint32_t unit = 0; unit < kUnits; ++unit) order.push_back(unit);

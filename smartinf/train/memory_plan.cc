@@ -83,7 +83,11 @@ base::Result<plan::TrainingPlan> plan_run(const model::Architecture& model, cons
   memory.sums_by_tree = options.ranks.order == SumOrder::kFixed;
   memory.units = model::make_units(model);
   memory.gradient_copies_elements = plan::gradient_copies_elements(memory.model, memory.units);
-  memory.process_bytes = limits.resident_bytes + kLoadedLaterBytes;
+  const uint64_t beside =
+      accelerator.unified  // what it takes of the host's memory
+          ? accelerator.taken_bytes + memory.value_bytes * memory.gradient_copies_elements
+          : 0;
+  memory.process_bytes = limits.resident_bytes + kLoadedLaterBytes + beside;
   if (options.train.where == OptimizerWhere::kMemory) {
     memory.optimizer_bytes = 16 * space.count();
   } else {

@@ -23,6 +23,7 @@ plan::TrainingModel training_model(const model::Architecture& model, const Optio
 struct AcceleratorMemory {
   uint64_t free_bytes = 0;
   uint64_t taken_bytes = 0;  // by what the device's libraries take once they are used
+  bool unified = false;      // with the host's: free_bytes is 0
 };
 
 /// Limits of what a process may use. What options.memory leaves open comes from this process and

@@ -14,6 +14,7 @@
 #include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
 
+#include "smartinf/base/unified_memory.h"
 #include "smartinf/engine/checkpoint.h"
 #include "smartinf/engine/early_update_pays.h"
 #include "smartinf/engine/local_source.h"
@@ -321,6 +322,8 @@ void define_layer_window(nb::module_& module) {
         return smartinf::plan::slot_sizes(units, slots);
       },
       "units"_a, "slots"_a, "The same of units of these sizes.");
+  module.def("memory_is_unified", &smartinf::base::memory_is_unified,
+             "Whether this machine's accelerator computes in the host's memory.");
   module.def(
       "choose_slot",
       [](const std::vector<std::tuple<uint64_t, std::optional<uint32_t>, bool>>& slots,

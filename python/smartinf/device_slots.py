@@ -1,6 +1,7 @@
 """Weights of a streamed model's units on the device that computes, copied there from the window's slots in host memory while
 other units compute, as far ahead as there are slots."""
 
+import collections
 import ctypes
 
 import torch
@@ -137,6 +138,49 @@ class DeviceSlots:
             else:
                 wanted.append(number)
         self._window.start(wanted)
+
+
+class SharedSlots:
+    """As DeviceSlots, where the device computes in the host's memory: in the window's own slots, whose pages are locked.
+    Each is given back when what computes with it has ended. A parameter that does not begin on 256 bytes is copied."""
+
+    def __init__(self, window, spans, count, device):
+        self._window, self._spans, self.device = window, spans, device
+        self._leaving = collections.deque()  # (number, event)
+
+    def start(self, order):
+        self._window.start(order)
+
+    def get(self, number):
+        self._give_back()
+        if not self._window.has_come(number):
+            self.free_window()  # which has to read it
+        address = self._window.get(number)
+        return [self._storage(address + offset, size) for offset, size in self._spans[number]]
+
+    def wait_copied(self, number):
+        """It is there."""
+
+    def release(self, number):
+        self._leaving.append((number, torch.accelerator.current_stream(self.device).record_event()))
+        self._give_back()
+
+    def free_window(self):
+        for _, used in self._leaving:
+            used.synchronize()
+        self._give_back()
+
+    forget = free_window
+
+    def _storage(self, address, size):
+        there = torch._C._construct_storage_from_data_pointer(address, self.device, size)
+        if address % _ALIGNMENT == 0:
+            return there
+        return torch.empty(0, dtype=torch.uint8, device=self.device).set_(there, 0, (size,)).clone().untyped_storage()
+
+    def _give_back(self):
+        while self._leaving and self._leaving[0][1].query():
+            self._window.release(self._leaving.popleft()[0])
 
 
 def _aligned(size):

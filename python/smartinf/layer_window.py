@@ -6,7 +6,7 @@ import ctypes
 import torch
 
 from smartinf import _core, device_copies
-from smartinf.device_slots import DeviceSlots
+from smartinf.device_slots import DeviceSlots, SharedSlots
 from smartinf.errors import UsageError
 from smartinf.layout import TYPE_NAMES
 from smartinf.process_memory import PAGE, aligned_memory
@@ -61,7 +61,7 @@ class Window:
         self._memory = memory, begin, sum(sizes)
         slots = [(begin + sum(sizes[:n]), size) for n, size in enumerate(sizes)]
         self._window = _core.LayerWindow(source, spans, type_name, slots, kept_address, kept, memory=memory)
-        self._on_device = None  # DeviceSlots, where the model does not compute on the CPU
+        self._on_device = None  # DeviceSlots or SharedSlots, where the model does not compute on the CPU
         self._locked = False  # the slots' pages, for copies to a device
 
     @property
@@ -100,7 +100,8 @@ class Window:
             [((first - span.first) * width, parameters[i].numel() * width) for i, first in span.members]
             for span in self._spans[: min(self._rows.values(), default=len(self._spans))]
         ]
-        self._on_device = DeviceSlots(self._window, spans, self._at_once, device)
+        slots = SharedSlots if _core.memory_is_unified() else DeviceSlots
+        self._on_device = slots(self._window, spans, self._at_once, device)
 
     def get(self, unit):
         """(index of a parameter, its values) of a unit, where the model computes, until release(). Rows of experts

@@ -42,6 +42,11 @@ class _Cudart:
         return 0
 
 
+def hold_copies(hold):
+    """While held, no copy between host and device begins."""
+    _library.smartinf_test_accelerator_hold_copies(ctypes.c_bool(hold))
+
+
 def order_errors():
     """That the check of order has found since the beginning, also those that somebody caught."""
     count = _library.smartinf_test_accelerator_order_errors

@@ -13,7 +13,7 @@ import torch
 import torch.utils.checkpoint
 
 import smartinf
-from smartinf import device_copies, streamed_model, streaming, units
+from smartinf import device_copies, device_slots, streamed_model, streaming, units
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "accelerator"))
 import test_accelerator  # noqa: E402
@@ -186,7 +186,12 @@ def streamed(device, folder, dtype, **options):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("keep", [0, "250KB"])
 @pytest.mark.parametrize("checkpoint", [False, True])
-def test_a_streamed_model_has_the_bits_of_the_cpu(tmp_path, small_units, dtype, keep, checkpoint):
+@pytest.mark.parametrize("unified", ["no", "yes"])
+def test_a_streamed_model_has_the_bits_of_the_cpu(
+    tmp_path, small_units, monkeypatch, dtype, keep, checkpoint, unified
+):
+    monkeypatch.setenv("SMARTINF_UNIFIED_MEMORY", unified)
+
     def run(device):
         model = streamed(device, tmp_path / device.type, dtype, keep=keep)
         model.checkpoint = checkpoint
@@ -225,6 +230,33 @@ def test_two_units_are_copied_ahead_and_whoever_computes_waits_for_them(tmp_path
         torch.accelerator.synchronize()
     stream.release(0)
     stream.release(0)
+
+
+def test_a_slot_of_unified_memory_is_given_back_when_it_is_not_computed_with_any_more():
+    class Window:
+        released = []
+
+        def has_come(self, number):
+            return True
+
+        def get(self, number):
+            return 4096
+
+        def release(self, number):
+            self.released.append(number)
+
+    slots = device_slots.SharedSlots(Window(), [[(0, 4)]], 3, ACCELERATOR)
+    test_accelerator.hold_copies(True)
+    try:
+        torch.zeros(1000).pin_memory().to(ACCELERATOR, non_blocking=True)  # what is computed
+        slots.get(0)
+        slots.release(0)
+        slots.get(0)
+        assert Window.released == []
+    finally:
+        test_accelerator.hold_copies(False)
+    slots.free_window()
+    assert Window.released == [0]
 
 
 # ---- Activations.

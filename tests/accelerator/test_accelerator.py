@@ -52,3 +52,26 @@ def order_errors():
     count = _library.smartinf_test_accelerator_order_errors
     count.restype = ctypes.c_uint64
     return count()
+
+
+class _Memory(ctypes.Structure):
+    """Of accelerator.h: bytes in use, and the most that were."""
+
+    _fields_ = [("current", ctypes.c_uint64), ("peak", ctypes.c_uint64)]  # noqa: RUF012
+
+
+def _memory():
+    memory = _library.smartinf_test_accelerator_memory
+    memory.restype = _Memory
+    return memory()
+
+
+def reset_peak():
+    """Returns the bytes that tensors take now."""
+    _library.smartinf_test_accelerator_reset_peak()
+    return _memory().current
+
+
+def peak():
+    """The most bytes that tensors took since reset_peak()."""
+    return _memory().peak

@@ -2,6 +2,7 @@
 finds an event that is missing: the same bits as on the CPU. A process has one such device, so that this file runs alone
 and only with SMARTINF_TEST_ACCELERATOR, the path of its library."""
 
+import contextlib
 import os
 import sys
 import threading
@@ -328,3 +329,88 @@ def test_what_fails_on_the_way_is_raised_by_the_next_call():
     downloads.drop()
     with lock:
         downloads.finish()
+
+
+# ---- All of it together.
+
+
+@pytest.mark.parametrize("keep", [0, "auto", 0.5])
+def test_a_graph_that_is_used_twice(tmp_path, keep):
+    torch.manual_seed(0)
+    layers = [(torch.nn.Linear(256, 256), torch.nn.GELU(), torch.nn.LayerNorm(256)) for _ in range(6)]
+    model = torch.nn.Sequential(*(module for layer in layers for module in layer)).to(ACCELERATOR)
+    x = torch.randn(256, 256).to(ACCELERATOR)
+
+    def trained(context):
+        found = []
+        with context:
+            for _ in range(3):
+                loss = model(x).square().mean()
+                loss.backward(retain_graph=True)
+                loss.backward()
+                found += [loss.detach().cpu(), *(p.grad.cpu() for p in model.parameters())]
+                model.zero_grad()
+        return found
+
+    offloaded = smartinf.offload_activations(
+        model, [str(tmp_path)], keep=keep, memory_budget="1MiB", storage="64MiB"
+    )
+    same(trained(contextlib.nullcontext()), trained(offloaded))
+    counts = offloaded.counts
+    assert counts.written_bytes > 0
+    assert keep != 0 or (counts.kept_bytes == 0 and counts.read_bytes > 0)
+
+
+def test_a_streamed_model_of_more_bytes_than_it_takes_there(tmp_path, monkeypatch):
+    monkeypatch.setattr(device_copies, "_PIECE_ELEMENTS", 1 << 18)  # one layer's gradient on its way
+
+    def make(device):
+        torch.manual_seed(0)
+        blocks = [torch.nn.Sequential(torch.nn.Linear(512, 512), torch.nn.GELU()) for _ in range(12)]
+        return torch.nn.Sequential(*blocks).to(device)
+
+    def trained(model, device, **where):
+        norms = []
+        options = {"lr": 1e-2, "max_grad_norm": 1.0, "release_gradients": True}
+        with smartinf.AdamW(model.parameters(), **options, **where) as optimizer:
+            for step in range(STEPS):
+                x = torch.randn(16, 512, generator=torch.Generator().manual_seed(step)).to(device)
+                model(x).square().mean().backward()
+                optimizer.step()
+                norms.append(optimizer.grad_norm)
+        return norms
+
+    expected = trained(make(CPU), CPU, devices=[str(tmp_path / "cpu")])
+    # torch cannot move these parameters there once they are streamed, as it can to CUDA.
+    folder = [str(tmp_path / "there")]
+    model = smartinf.stream(make(ACCELERATOR), folder, layers=[""], memory_budget="128MiB", keep=0)
+    before = test_accelerator.reset_peak()
+    assert trained(model, ACCELERATOR) == expected
+    assert test_accelerator.peak() - before < sum(p.nbytes for p in model.parameters()) / 2
+
+
+def test_weights_that_are_used_by_themselves_and_written_in_the_middle(tmp_path):
+    def trained(overlap):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*(torch.nn.Linear(300, 300) for _ in range(4))).to(ACCELERATOR)
+        options = {"overlap": overlap, "model": model} if overlap else {}
+        device, losses = {"path": str(tmp_path / str(overlap)), "bandwidth": 3e7}, []
+        with smartinf.AdamW(
+            model.named_parameters(), lr=1e-2, devices=[device], release_gradients=True, max_grad_norm=0, **options
+        ) as optimizer:
+            for step in range(4):
+                x = torch.randn(16, 300, generator=torch.Generator().manual_seed(step)).to(ACCELERATOR)
+                loss = (model(x @ model[3].weight.t()) + x @ model[2].weight.detach()).square().mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                model[1].weight.data[100:200] = 0.01 * step
+                losses.append(loss.detach().cpu())
+        return losses, [param.detach().cpu() for param in model.parameters()]
+
+    losses, weights = trained(None)
+    assert (weights[2][100:200] - 0.03).abs().max() == 0
+    for how in ("late", "early"):
+        found, there = trained(how)
+        assert found == losses, how
+        same(weights, there)

@@ -2,7 +2,6 @@
 
 import logging
 import os
-import pathlib
 import resource
 import subprocess
 import sys
@@ -499,23 +498,6 @@ def test_an_open_core_lends_its_spool_and_takes_it_away_when_it_is_closed(device
         core.close()
         loss.backward()
     assert _core.Updater({"devices": [{"path": device}]}, ["weight"], [[1000]]).spool() is None
-
-
-@pytest.mark.parametrize("what", ["offload", "stream", "overlap"])
-def test_on_an_accelerator_with_late_copies(what, device):
-    """The one of tests/accelerator, in a process of its own, which can have only one."""
-    built = pathlib.Path(os.environ.get("SMARTINF_BINARY_DIR", ""))
-    library = built / "tests/accelerator/libsmartinf_test_accelerator.so"
-    if not library.exists():
-        pytest.skip(f"{library} was not built")
-    done = subprocess.run(
-        [sys.executable, pathlib.Path(__file__).with_name("accelerator_worker.py"), library, device, what],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, "SMARTINF_TEST_ACCELERATOR_DELAY_US": "3000"},
-    )
-    assert done.returncode == 0, done.stderr
 
 
 def test_the_interpreter_ends_with_a_graph_that_is_still_held(device):

@@ -60,9 +60,13 @@ class DeviceSlots:
         slot = self._slot_of(number) or self._bring(number)
         slot.held = True
         slot.uses += 1
-        if slot.uses > 1:
-            self._tell_window()
-        self._copy_ahead()
+        try:
+            if slot.uses > 1:
+                self._tell_window()
+            self._copy_ahead()
+        except BaseException:
+            slot.held = False
+            raise
         begin = slot.memory.data_ptr()
         made = torch._C._construct_storage_from_data_pointer
         return [made(begin + offset, self.device, size) for offset, size in self._places[number]]

@@ -233,6 +233,22 @@ def test_two_units_are_copied_ahead_and_whoever_computes_waits_for_them(tmp_path
     stream.release(0)
 
 
+def test_a_slot_that_an_error_has_left_held_is_used_again(tmp_path, small_units, monkeypatch):
+    model = streamed(ACCELERATOR, tmp_path / "device", torch.float32, keep=0)
+    stream = streamed_model.of(model.parameters()).stream
+    [window] = stream._windows()
+
+    def fails(self):
+        raise smartinf.DeviceError("a read ahead")
+
+    window.start(range(len(stream.units)))
+    with monkeypatch.context() as patch:
+        patch.setattr(device_slots.DeviceSlots, "_copy_ahead", fails)
+        with pytest.raises(smartinf.DeviceError):
+            stream.gather(1)
+    assert not any(slot.held for slot in window._on_device._slots)
+
+
 def test_a_slot_of_unified_memory_is_given_back_when_it_is_not_computed_with_any_more():
     class Window:
         released = []

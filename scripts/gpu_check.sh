@@ -49,7 +49,8 @@ done
 mkdir -p "$build"
 build=$(realpath "$build")
 out=$(realpath -m "${out:-$build/out}")
-python=$(command -v "$python") || fail "there is no Python at $python"
+command -v "$python" >/dev/null || fail "there is no Python at $python"
+python=$(command -v "$python")
 "$python" -c 'import sys, torch; sys.exit(tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11))' ||
   fail "$python has no torch of 2.11 or newer" "Name another one with --python"
 
@@ -73,6 +74,8 @@ if [ "$builds" = yes ]; then
     fail "cmake could not configure $build"
   step gpu-build "Building" cmake --build "$build" -j "$(build_jobs)" \
     --target smartinf smartinf-torch smartinf_core test_accelerator || fail "the build failed"
+elif [ ! -x "$build/bin/smartinf-torch" ]; then
+  fail "there is no smartinf in $build" "Leave out --no-build, or name the folder of a build with --build"
 fi
 # The trainer finds its torch also where it was built with one at another place.
 torch_libraries=$("$python" -c 'import importlib.util as u; print(u.find_spec("torch").submodule_search_locations[0] + "/lib")')

@@ -14,7 +14,7 @@ checks, the most important first: each in a process of its own, with a bound on 
 JSON for each as it goes, so that a run that is cut off has told what it found. About 10 minutes on 16 cores.
 docs/gpu.md says how to read it.
 
-  --quick         small models and no timing; on the accelerator that the tests pretend to have, where there is no GPU
+  --quick         small models and no timing; on the test accelerator (tests/accelerator), where there is no GPU
   --out DIR       where rows.jsonl and pictures go (default build/gpu/out)
   --deps DIR      third-party headers and libraries, from scripts/gpu_check_deps.sh (default: the system's)
   --python PATH   the Python with torch (default python3)

@@ -53,7 +53,7 @@ say "Harmed states, processes and inputs"
 ctest --test-dir build/release -C Nightly -R '^reliability_long$' --verbose
 
 # The check for machines with a GPU, as it runs there: with a torch of its own, from carried libraries, without a
-# network, but on the accelerator that tests pretend to have.
+# network, but on the test accelerator.
 gpu=build/gpu
 for python in python3.12 python3.13 python3; do
   if "$python" -m venv "$gpu/venv" 2>/dev/null; then break; fi

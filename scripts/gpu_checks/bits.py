@@ -96,8 +96,8 @@ def optimizer(here):
     }
     for name, variant in variants.items():
         variant = {"dtype": torch.float32, **variant}
-        if name == "scaler-released" and here.pretended is not None:
-            here.row(name, None, why="the pretended device has no sparse tensors, which GradScaler makes")
+        if name == "scaler-released" and here.test_accelerator is not None:
+            here.row(name, None, why="the test accelerator has no sparse tensors, which GradScaler makes")
             continue
         here.compare(
             name,
@@ -147,7 +147,7 @@ def _made(here, folder, dtype, name, streamed):
     import smartinf
 
     where = here.place(name)
-    if streamed and here.pretended is not None and (2, 15) > tuple(map(int, torch.__version__.split(".")[:2])):
+    if streamed and here.test_accelerator is not None and (2, 15) > tuple(map(int, torch.__version__.split(".")[:2])):
         # Parameters of a device of PrivateUse1 could not come from the CPU yet: the model is there before it is streamed.
         model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(here.device)
         return smartinf.stream(model, [where], memory_budget="256MiB", keep=0), {}

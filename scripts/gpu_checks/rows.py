@@ -29,35 +29,36 @@ class Check:
     named: bool = False
 
 
-def check(**how):
-    """Registers a check: a function of a Here."""
+def check(name=None, **how):
+    """Registers a check: a function of a Here. name: the function's, unless given."""
 
     def register(function):
-        name = function.__name__.replace("_", "-")
-        CHECKS[name] = Check(name, function, **how)
+        named = name or function.__name__.replace("_", "-")
+        CHECKS[named] = Check(named, function, **how)
         return function
 
     return register
 
 
 class Here:
-    """What a check is given. device: of torch. build: the tree with the command. folder: an empty one of its own."""
+    """What a check is given. device: of torch. test_accelerator: its library, where there is no GPU; else None. build: the
+    tree with the command. folder: an empty one of its own."""
 
     def __init__(self, check, quick, build, out):
         import torch
 
         self.check, self.quick, self.build, self.out = check.name, quick, build, out
         self.folder = pathlib.Path(os.environ.get("SMARTINF_CHECK_FOLDER") or tempfile.mkdtemp())
-        self.pretended = None
+        self.test_accelerator = None
         if torch.cuda.is_available():
             self.device = torch.device("cuda")
         else:
-            self.pretended = build / "tests/accelerator/libsmartinf_test_accelerator.so"
+            self.test_accelerator = build / "tests/accelerator/libsmartinf_test_accelerator.so"
             where = ROOT / "tests/accelerator/test_accelerator.py"
             spec = importlib.util.spec_from_file_location("test_accelerator", where)
             module = importlib.util.module_from_spec(spec)
             spec.loader.exec_module(module)
-            self.device = module.register(str(self.pretended))
+            self.device = module.register(str(self.test_accelerator))
         self.began = time.monotonic()
 
     def row(self, name, passed, **values):
@@ -82,10 +83,15 @@ class Here:
         return str(made)
 
 
+def in_memory(folder):
+    """The place in the host's memory that belongs to a check's folder."""
+    return f"/dev/shm/{pathlib.Path(folder).name}"
+
+
 def run(name, quick, build, out):
     check = CHECKS[name]
     here = Here(check, quick, build, out)
-    if check.cuda and here.pretended is not None:
+    if check.cuda and here.test_accelerator is not None:
         here.row("", None, why="needs a GPU")
     else:
         check.run(here)

@@ -49,6 +49,7 @@ class Run:
     def __init__(self, options):
         self.options, self.deadline = options, time.monotonic() + options.seconds - options.since
         self.lock, self.failed, self.passed = threading.Lock(), [], 0
+        self.running = set()
         options.out.mkdir(parents=True, exist_ok=True)
         self.rows = options.out / "rows.jsonl"
         self.rows.unlink(missing_ok=True)
@@ -58,7 +59,11 @@ class Run:
         beside = [check for check in checks if not check.alone and (check.quick or not self.options.quick)]
         at_once = max(1, min(8, os.cpu_count() // 2))
         with concurrent.futures.ThreadPoolExecutor(at_once) as pool:
-            list(pool.map(self.one, beside))
+            try:
+                list(pool.map(self.one, beside))
+            except KeyboardInterrupt:
+                self.stop()
+                raise
         for check in checks:
             if check.alone and (check.quick or not self.options.quick):
                 self.one(check)
@@ -80,18 +85,27 @@ class Run:
             )
             reader = threading.Thread(target=self.read, args=(child.stdout, log), daemon=True)
             reader.start()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                child.wait(bound)
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(child.pid, signal.SIGKILL)  # also what it has started
-            child.wait()
+            self.running.add(child)
+            try:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    child.wait(bound)
+            finally:
+                end(child)
+                self.running.discard(child)
+                for made in (folder, rows.in_memory(folder)):
+                    shutil.rmtree(made, ignore_errors=True)
             reader.join(2)  # a process that left the group may hold the pipe for longer
-        shutil.rmtree(folder, ignore_errors=True)
-        if child.returncode != 0:
+        if child.returncode != 0 and self.deadline > 0:
             seconds = time.monotonic() - began
             why = f"still running after {bound:.0f} s" if seconds >= bound else self.last_line(check)
             self.take({"check": check.name, "passed": False, "why": why, "seconds": round(seconds, 1)})
         return None
+
+    def stop(self):
+        """Nothing begins any more, and what runs is ended."""
+        self.deadline = 0
+        for child in list(self.running):
+            end(child)
 
     def read(self, pipe, log):
         for line in pipe:
@@ -118,5 +132,16 @@ class Run:
             print(f"{row['check']:40} {said:8} " + " ".join(f"{k}={str(v)[:300]}" for k, v in rest.items()), flush=True)
 
 
+def end(child):
+    """A check's process and all that it has started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
+    child.wait()
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        print("interrupted; what was found stands in rows.jsonl", file=sys.stderr)
+        sys.exit(130)

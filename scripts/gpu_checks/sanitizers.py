@@ -1,5 +1,6 @@
 """compute-sanitizer over small streamed trainings: accesses out of bounds, and races within kernels."""
 
+import functools
 import os
 import shutil
 import subprocess
@@ -24,39 +25,22 @@ def _sanitized(here, tool, command, environment):
     return here.row("", done.returncode == 0 and "SUMMARY" in summary, tool=tool, said=summary)
 
 
-def _of_command(here, tool):
-    accelerator = ["--memory.accelerator", (24 << 20) + trainer.CUDA_BYTES]
-    _sanitized(
-        here, tool, [here.build / "bin/smartinf", *trainer.recipe(here, here.folder / "run", *accelerator, steps=2)],
-        trainer.environment(here),
-    )  # fmt: skip
-
-
-def _of_package(here, tool):
-    command = [sys.executable, "-B", os.path.join(os.path.dirname(__file__), "run.py"), "--build", here.build]
-    _sanitized(here, tool, [*command, "--out", here.out, "--check", "streamed-once"], os.environ)
-
-
 @check(seconds=60, named=True, cuda=True)
 def streamed_once(here):
     bits.streamed_variants(here, {"plain": {"max_grad_norm": 0}})
 
 
-@check(seconds=150, cuda=True)
-def memcheck_command(here):
-    _of_command(here, "memcheck")
+def _of_command(tool, here):
+    accelerator = ["--memory.accelerator", (24 << 20) + trainer.CUDA_BYTES]
+    command = [here.build / "bin/smartinf", *trainer.recipe(here, here.folder / "run", *accelerator, steps=2)]
+    _sanitized(here, tool, command, trainer.environment(here))
 
 
-@check(seconds=150, cuda=True)
-def memcheck_package(here):
-    _of_package(here, "memcheck")
+def _of_package(tool, here):
+    command = [sys.executable, "-B", os.path.join(os.path.dirname(__file__), "run.py"), "--build", here.build]
+    _sanitized(here, tool, [*command, "--out", here.out, "--check", "streamed-once"], os.environ)
 
 
-@check(seconds=150, cuda=True)
-def racecheck_command(here):
-    _of_command(here, "racecheck")
-
-
-@check(seconds=150, cuda=True)
-def racecheck_package(here):
-    _of_package(here, "racecheck")
+for _tool in ("memcheck", "racecheck"):
+    check(name=f"{_tool}-command", seconds=150, cuda=True)(functools.partial(_of_command, _tool))
+    check(name=f"{_tool}-package", seconds=150, cuda=True)(functools.partial(_of_package, _tool))

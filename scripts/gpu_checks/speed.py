@@ -4,12 +4,11 @@ import importlib.util
 import json
 import mmap
 import os
-import shutil
 import statistics
 import threading
 import time
 
-from rows import check
+from rows import check, in_memory
 
 SIZES = {  # Llamas with random weights in bf16
     "tiny": {"hidden_size": 128, "intermediate_size": 320, "num_hidden_layers": 4, "num_attention_heads": 4},
@@ -101,7 +100,7 @@ def limits(here):
     for name, folder in (("drive", str(here.folder)), ("memory", "/dev/shm")):
         found[name] = _drive(folder, size if here.quick else 2 << 30)
     (here.out / "limits.json").write_text(json.dumps(found))
-    name = torch.cuda.get_device_name() if here.pretended is None else "pretended"
+    name = torch.cuda.get_device_name() if here.test_accelerator is None else "test accelerator"
     here.row("", True, device=name, torch=torch.__version__, cpus=os.cpu_count(), **{
         f"{of}_{way}_gb_s": round(rate / 1e9, 2) for of in ("link", "drive", "memory") for way, rate in found[of].items()
     }, products_tflop_s=round(found["products"] / 1e12, 1))  # fmt: skip
@@ -196,7 +195,7 @@ def _steps(here, size, how, *, state=12, weight=4, on="memory", **options):
     an update reads and writes. weight: those of them that streaming reads, in forward and in backward."""
     import torch
 
-    where = str(here.folder / "state") if on == "drive" or here.quick else f"/dev/shm/{here.folder.name}"
+    where = str(here.folder / "state") if on == "drive" or here.quick else in_memory(here.folder)
     limit = json.loads((here.out / "limits.json").read_text())
     step = None
     try:
@@ -205,7 +204,7 @@ def _steps(here, size, how, *, state=12, weight=4, on="memory", **options):
             ids = torch.randint(32000, (max(tokens // _SEQUENCE, 1), min(tokens, _SEQUENCE)), device=here.device)
             step(ids)
             torch.accelerator.synchronize()
-            if here.pretended is None:
+            if here.test_accelerator is None:
                 torch.cuda.reset_peak_memory_stats()
             seconds, exposed = [], []
             for _ in range(3):
@@ -223,20 +222,18 @@ def _steps(here, size, how, *, state=12, weight=4, on="memory", **options):
             if ups and limit[on]:
                 reads = state + (2 * weight if how == "streamed" else 0)
                 parts[on] = count * (reads / limit[on]["read"] + state / limit[on]["write"])
-            peak = torch.cuda.max_memory_allocated() if here.pretended is None else 0
+            peak = torch.cuda.max_memory_allocated() if here.test_accelerator is None else 0
             here.row(
                 f"{tokens}", bool(torch.isfinite(loss)), params_b=round(count / 1e9, 2), tokens_s=round(tokens / took),
                 step_s=round(took, 4), all_s=[round(s, 3) for s in seconds], exposed_s=round(statistics.median(exposed), 4),
                 gpu_gb=round(peak / 1e9, 2), host_gb=round(_peak_host() / 1e9, 2), times_limit=round(took / max(parts.values()), 3),
                 **{f"limit_{part}_s": round(s, 4) for part, s in parts.items()},
             )  # fmt: skip
-        if how != "deepspeed" and here.pretended is None:
+        if how != "deepspeed" and here.test_accelerator is None:
             _trace(here, torch, lambda: step(ids))
     finally:
         if step is not None:
             step.close()
-        if not here.quick:
-            shutil.rmtree(where, ignore_errors=True)
 
 
 def _trace(here, torch, step):

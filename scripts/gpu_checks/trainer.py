@@ -16,8 +16,8 @@ CUDA_BYTES = 600 << 20  # that the plan sets aside for CUDA itself
 def environment(here):
     found = dict(os.environ)
     found["SMARTINF_PYTHON"] = os.sys.executable
-    if here.pretended is not None:
-        found["LD_PRELOAD"] = str(here.pretended)
+    if here.test_accelerator is not None:
+        found["LD_PRELOAD"] = str(here.test_accelerator)
     return found
 
 
@@ -77,7 +77,7 @@ def _trained(here, name, *more):
 
 @check(seconds=150)
 def trainer(here):
-    accelerator = ["--memory.accelerator", (24 << 20) + (0 if here.pretended else CUDA_BYTES)]
+    accelerator = ["--memory.accelerator", (24 << 20) + (0 if here.test_accelerator else CUDA_BYTES)]
     host = least_host(here, here.folder / "plan", *accelerator)
     variants = {
         "streamed-from-host": accelerator,

@@ -6,10 +6,6 @@ import unittest
 
 from train_runs import ALL, TrainCase
 
-# Drives that need longer for an update than the next forward computes.
-SLOW = [word for i in range(3)
-        for word in (f"--device.{i}.internal_read", "40MB", f"--device.{i}.internal_write", "40MB")]
-
 
 class SameBits(TrainCase):
     def test_devices_subgroups_instruction_sets_and_rings(self):
@@ -41,6 +37,13 @@ class SameBits(TrainCase):
 
 
 class Overlap(TrainCase):
+    def slow_devices(self, run, count):
+        """Drives that need longer for an update than the next forward computes."""
+        slow = []
+        for i in range(count):
+            slow += [f"--device.{i}.internal_read", "40MB", f"--device.{i}.internal_write", "40MB"]
+        return self.devices(run, count) + slow
+
     def test_an_update_behind_the_next_forward_changes_nothing(self):
         recipe = self.recipe(steps=12)
         variants = {
@@ -53,7 +56,8 @@ class Overlap(TrainCase):
             with self.subTest(run):
                 late = run + "_late"
                 self.train(recipe, run, *flags, *self.devices(run, 1), "--optimizer.overlap", "none")
-                self.train(recipe, late, *flags, *self.devices(late, 3), *SLOW, "--optimizer.overlap", "late")
+                slow = self.slow_devices(late, 5 if run == "q4" else 3)
+                self.train(recipe, late, *flags, *slow, "--optimizer.overlap", "late")
                 self.assertEqual(self.losses(run), self.losses(late))
                 self.assertEqual(self.master_weights(run), self.master_weights(late))
                 lines = [line for line in self.log(late) if "loss" in line]
@@ -67,8 +71,8 @@ class Overlap(TrainCase):
         norms = None
         for run, flags in {
             "f32": ["--optimizer.format", "f32"],
-            "bf16": ["--optimizer.format", "bf16", "--memory.activations", "recompute",
-                     "--train.accumulation", "2", "--engine.subgroup_elements", "65536"],
+            "q4": ["--optimizer.format", "q4", "--optimizer.master", "m24", "--memory.activations", "recompute",
+                   "--train.accumulation", "2", "--engine.subgroup_elements", "65536"],
         }.items():
             with self.subTest(run):
                 self.train(recipe, run + "_free", *flags, *self.devices(run + "_free", 1),
@@ -77,7 +81,7 @@ class Overlap(TrainCase):
                 bites = ["--train.clip_norm", str(norms[len(norms) // 2])]  # in about half of the steps
                 self.train(recipe, run, *flags, *bites, *self.devices(run, 1), "--optimizer.overlap", "none")
                 early = run + "_early"
-                self.train(recipe, early, *flags, *bites, *self.devices(early, 3), *SLOW,
+                self.train(recipe, early, *flags, *bites, *self.slow_devices(early, 3),
                            "--optimizer.overlap", "early")
                 self.assertEqual(self.losses(run), self.losses(early))
                 self.assertEqual(self.master_weights(run), self.master_weights(early))

@@ -59,7 +59,8 @@ class TrainRanks(StreamCase):
 
     def test_a_resident_f32_model_has_the_same_bits_on_any_number_of_ranks(self):
         self.check_bits(self.recipe(steps=12, precision="f32"),
-                        ["--train.accumulation", "5", "--train.micro_batch", "2"])
+                        ["--train.accumulation", "5", "--train.micro_batch", "2", "--optimizer.format", "q4",
+                         "--optimizer.master", "m24"])
 
     # How little memory is enough depends on what a process takes at its start, which varies: at night only.
     if "SMARTINF_TEST_ALL" in os.environ:

@@ -9,6 +9,7 @@ import unittest
 from train_runs import ALL, TrainCase
 
 CLIPPED = ["--train.clip_norm", "0.7"]  # so that some guesses of early updates are wrong
+SMALL = ["--optimizer.format", "q4", "--optimizer.master", "m24"]  # codes are drawn by step and element
 KILLS = int(os.environ.get("SMARTINF_TEST_KILLS", "4"))  # 50 in scripts/nightly.sh
 
 
@@ -29,9 +30,10 @@ class Resume(TrainCase):
 
     def test_kill_at_random_moments(self):
         recipe = self.recipe(steps=40 * KILLS)  # more than are made between the kills
-        self.train(recipe, "whole", *CLIPPED)
+        flags = [*CLIPPED, *SMALL]
+        self.train(recipe, "whole", *flags)
         draw = random.Random(os.environ.get("SMARTINF_TEST_SEED", "7"))
-        flags = [*self.devices("killed", 2), *CLIPPED]
+        flags += self.devices("killed", 2)
         kills = 0
         while kills < KILLS:
             overlap = ("early", "late")[kills // 2 % 2]

@@ -335,7 +335,8 @@ def test_the_command_and_python_take_each_others_checkpoints(device, tmp_path):
 
 
 @pytest.mark.skipif("SMARTINF_BINARY_DIR" not in os.environ, reason="the command is not built here")
-def test_the_command_and_python_clip_to_the_same_bits(tmp_path):
+@pytest.mark.parametrize(("state_format", "master"), [("f32", "f32"), ("q4", "m24")])
+def test_the_command_and_python_clip_to_the_same_bits(state_format, master, tmp_path):
     """The command's first gradient, which a run without beta1 keeps as its momentum, makes the same step here."""
     corpus = tmp_path / "corpus.txt"
     corpus.write_text("".join(f"{n} squared is {n * n}, " for n in range(400)))
@@ -346,9 +347,9 @@ def test_the_command_and_python_clip_to_the_same_bits(tmp_path):
     beside += ["--train.accumulation", 1, "--train.micro_batch", 4, "--train.threads", 1, "--train.sample_tokens", 0]
     beside += ["--train.weight_decay", 0, "--train.validate_every", 0, "--optimizer.beta1", 0, "--optimizer.beta2", 0.999]
 
-    def planes(name, lr, clip):
+    def planes(name, lr, clip, *more):
         run = tmp_path / name
-        command("train", recipe, *beside, "--train.lr", lr, "--train.clip_norm", clip, "--optimizer.eps", 1e-8, "--train.run", run)
+        command("train", recipe, *beside, *more, "--train.lr", lr, "--train.clip_norm", clip, "--optimizer.eps", 1e-8, "--train.run", run)
         command("checkpoint", run, "--out", run / "copies")
         stored = checkpoint.Stored(next((run / "copies").glob("step-*")))
         made = {}
@@ -358,11 +359,13 @@ def test_the_command_and_python_clip_to_the_same_bits(tmp_path):
                 stored.read(plane, number, 0, out.numel(), out)
         return made
 
-    before, expected = planes("free", 1e-30, 0), planes("clipped", 1e-2, 0.3)  # such a step moves no weight
+    master_flags = ["--optimizer.master", master]
+    before = planes("free", 1e-30, 0, *master_flags)  # such a step moves no weight
+    expected = planes("clipped", 1e-2, 0.3, *master_flags, "--optimizer.format", state_format)
     params = {name: torch.nn.Parameter(weight.clone()) for name, (weight, _, _) in before.items()}
     optimizer = smartinf.AdamW(
         list(params.items()), lr=1e-2, betas=(0, 0.999), eps=1e-8, weight_decay=0, max_grad_norm=0.3,
-        devices=[str(tmp_path / "device")],
+        devices=[str(tmp_path / "device")], state_format=state_format, master=master,
     )  # fmt: skip
     for name, (_, gradient, _) in before.items():
         params[name].grad = gradient

@@ -9,6 +9,7 @@
 
 #include "smartinf/base/float_formats.h"
 #include "smartinf/base/state_format.h"
+#include "smartinf/kernels/attention_kernels.h"
 #include "smartinf/kernels/feedback_kernels.h"
 #include "smartinf/kernels/selection_kernels.h"
 #include "smartinf/kernels/signs_kernels.h"
@@ -80,6 +81,7 @@ struct TileKernels {
   SelectionKernels selection;
   FeedbackKernels feedback;
   SignKernels signs;
+  AttentionKernels attention;
 };
 
 /// The plain truth; every machine has it.

@@ -162,7 +162,8 @@ const TileKernels& scalar_tiles() {
                                   .leaf_squares = leaf_squares,
                                   .selection = scalar_selection(),
                                   .feedback = scalar_feedback(),
-                                  .signs = scalar_signs()};
+                                  .signs = scalar_signs(),
+                                  .attention = scalar_attention()};
   return kTiles;
 }
 

@@ -64,6 +64,7 @@ double leaf_squares(const void* in, DataType type, size_t n) {
 SelectionKernels selection_kernels();  // selection_simd.cc
 FeedbackKernels feedback_kernels();    // feedback_simd.cc
 SignKernels sign_kernels();            // signs_simd.cc
+AttentionKernels attention_kernels();  // attention_simd.cc
 
 TileKernels tiles() {
   return {.isa = hwy::TargetName(HWY_TARGET),
@@ -80,7 +81,8 @@ TileKernels tiles() {
           .leaf_squares = leaf_squares,
           .selection = selection_kernels(),
           .feedback = feedback_kernels(),
-          .signs = sign_kernels()};
+          .signs = sign_kernels(),
+          .attention = attention_kernels()};
 }
 
 }  // namespace HWY_NAMESPACE

@@ -1,0 +1,70 @@
+// Keys and values of the sequences that a decoder continues, wherever they are kept. Attention is
+// done where they are: queries go in, weighted means come out (kernels/attention.h).
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "smartinf/base/float_formats.h"
+#include "smartinf/base/status.h"
+#include "smartinf/kernels/attention.h"
+
+namespace smartinf::engine {
+
+using SequenceId = uint64_t;
+
+/// One attend that is under way.
+using AttendTicket = uint64_t;
+
+struct KeyValueShape {
+  kernels::AttentionShape attention;
+  uint32_t layers = 0;
+  std::vector<uint32_t> windows;  // by layer: last tokens that a query sees; 0: all. Empty: all 0
+};
+
+/// Of a sequence, one query in one layer. Shapes: query, out: [heads][d].
+struct AttendQuery {
+  SequenceId id = 0;
+  const float* query = nullptr;  // rotated
+  float* out = nullptr;
+};
+
+/// Every sequence's answers depend on its own keys, values and queries only: not on the other
+/// sequences, the number of threads or where the store keeps them.
+/// Threads: one caller.
+class KeyValueStore {
+ public:
+  virtual ~KeyValueStore() = default;
+
+  /// Keeps room for tokens_max in every layer. Errors: kOutOfMemory or kNoSpace with what is needed
+  /// and what is free, after which nothing has changed; kAlreadyExists.
+  virtual base::Status open(SequenceId id, uint64_t tokens_max) = 0;
+  /// Tokens that all layers of a sequence have; 0 for one that is not open.
+  virtual uint64_t tokens(SequenceId id) const = 0;
+  /// Puts `count` tokens behind those that the layer has. Shapes: keys, values:
+  /// [count][kv_heads][d] of type. Errors: kNotFound; kOutOfMemory beyond tokens_max.
+  virtual base::Status append(SequenceId id, uint32_t layer, uint64_t count, base::DataType type,
+                              const void* keys, const void* values) = 0;
+
+  /// Begins attention of each query over all tokens that its sequence has in the layer, or the last
+  /// ones that the layer's window shows. Queries and answers stay the caller's, and in place, until
+  /// finish_attend(). At most two attends are under way. Errors: kNotFound.
+  virtual base::Result<AttendTicket> begin_attend(uint32_t layer,
+                                                  std::span<const AttendQuery> queries) = 0;
+  /// Waits until the answers are there.
+  virtual base::Status finish_attend(AttendTicket ticket) = 0;
+
+  /// Forgets a sequence; nothing where it is not open.
+  virtual void close(SequenceId id) = 0;
+  /// What is there survives this process, where it is kept outside of memory.
+  virtual base::Status save() { return {}; }
+};
+
+/// A store in memory that takes at most memory_bytes for blocks. threads: those that fold, the
+/// caller among them.
+std::unique_ptr<KeyValueStore> make_memory_store(KeyValueShape shape, uint64_t memory_bytes,
+                                                 uint32_t threads);
+
+}  // namespace smartinf::engine

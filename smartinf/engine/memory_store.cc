@@ -1,0 +1,200 @@
+// Keys and values in memory.
+#include <algorithm>
+#include <cstring>
+#include <map>
+#include <utility>
+
+#include <fmt/format.h>
+
+#include "smartinf/base/aligned_buffer.h"
+#include "smartinf/base/check.h"
+#include "smartinf/base/thread_team.h"
+#include "smartinf/base/units.h"
+#include "smartinf/engine/key_value_store.h"
+
+namespace smartinf::engine {
+namespace {
+
+using base::ErrorCode;
+using base::Status;
+using kernels::kCacheBlockTokens;
+
+/// One layer of one sequence. Memory becomes resident as tokens are appended.
+struct LayerBlocks {
+  base::AlignedBuffer memory;
+  uint64_t places = 0;  // block i is at place i % places
+  uint64_t tokens = 0;
+};
+
+class MemoryStore final : public KeyValueStore {
+ public:
+  MemoryStore(KeyValueShape shape, uint64_t memory_bytes, uint32_t threads)
+      : shape_(std::move(shape)),
+        block_bytes_(kernels::cache_block_bytes(shape_.attention.block)),
+        memory_bytes_(memory_bytes),
+        team_(threads, "si-attend") {
+    shape_.windows.resize(shape_.layers, 0);
+  }
+
+  Status open(SequenceId id, uint64_t tokens_max) override {
+    if (sequences_.contains(id)) {
+      return {ErrorCode::kAlreadyExists, fmt::format("sequence {} is open", id)};
+    }
+    uint64_t needed = 0;
+    for (uint32_t l = 0; l < shape_.layers; ++l) needed += places(l, tokens_max) * block_bytes_;
+    if (needed > memory_bytes_ - used_bytes_) {
+      return {
+          ErrorCode::kOutOfMemory,
+          fmt::format("keys and values of {} tokens need {}, and {} of {} are free", tokens_max,
+                      base::format_bytes(needed), base::format_bytes(memory_bytes_ - used_bytes_),
+                      base::format_bytes(memory_bytes_))};
+    }
+    Sequence sequence{.layers = std::vector<LayerBlocks>(shape_.layers), .tokens_max = tokens_max};
+    for (uint32_t l = 0; l < shape_.layers; ++l) {
+      LayerBlocks& layer = sequence.layers[l];
+      layer.places = places(l, tokens_max);
+      if (layer.places == 0) continue;
+      SI_ASSIGN_OR_RETURN(layer.memory, base::AlignedBuffer::allocate(layer.places * block_bytes_));
+    }
+    sequence.bytes = needed;
+    used_bytes_ += needed;
+    sequences_.emplace(id, std::move(sequence));
+    return {};
+  }
+
+  uint64_t tokens(SequenceId id) const override {
+    const auto found = sequences_.find(id);
+    if (found == sequences_.end() || shape_.layers == 0) return 0;
+    const std::vector<LayerBlocks>& layers = found->second.layers;
+    return std::min_element(
+               layers.begin(), layers.end(),
+               [](const LayerBlocks& a, const LayerBlocks& b) { return a.tokens < b.tokens; })
+        ->tokens;
+  }
+
+  Status append(SequenceId id, uint32_t layer, uint64_t count, base::DataType type,
+                const void* keys, const void* values) override {
+    const auto found = sequences_.find(id);
+    if (found == sequences_.end()) return not_open(id);
+    LayerBlocks& blocks = found->second.layers[layer];
+    if (count > found->second.tokens_max - blocks.tokens) {
+      return {ErrorCode::kOutOfMemory,
+              fmt::format("sequence {} has room for {} tokens, not for {}", id,
+                          found->second.tokens_max, blocks.tokens + count)};
+    }
+    const kernels::CacheBlockShape& block = shape_.attention.block;
+    const uint64_t token_bytes =
+        uint64_t{block.kv_heads} * block.head_width * base::data_type_bytes(type);
+    for (uint64_t done = 0; done < count;) {
+      const uint64_t first = blocks.tokens % kCacheBlockTokens;
+      const uint64_t some = std::min(kCacheBlockTokens - first, count - done);
+      const uint64_t index = blocks.tokens / kCacheBlockTokens;
+      const std::span<std::byte> at = block_at(blocks, index);
+      if (first == 0 && index >= blocks.places) std::memset(at.data(), 0, at.size());
+      kernels::append_tokens(block, at, static_cast<uint32_t>(first), static_cast<uint32_t>(some),
+                             type, static_cast<const std::byte*>(keys) + done * token_bytes,
+                             static_cast<const std::byte*>(values) + done * token_bytes);
+      blocks.tokens += some;
+      done += some;
+    }
+    return {};
+  }
+
+  base::Result<AttendTicket> begin_attend(uint32_t layer,
+                                          std::span<const AttendQuery> queries) override {
+    SI_CHECK(under_way_ < 2, "at most two attends under way");
+    std::vector<const LayerBlocks*> blocks;
+    for (const AttendQuery& query : queries) {
+      const auto found = sequences_.find(query.id);
+      if (found == sequences_.end()) return not_open(query.id);
+      blocks.push_back(&found->second.layers[layer]);
+    }
+    const uint32_t heads = shape_.attention.block.kv_heads;
+    states_.resize(queries.size() * shape_.attention.state_floats());
+    team_.run(queries.size() * heads, [&](uint32_t, size_t index) {
+      const size_t q = index / heads;
+      attend(layer, *blocks[q], queries[q], states_.data() + q * shape_.attention.state_floats(),
+             static_cast<uint32_t>(index % heads));
+    });
+    ++under_way_;
+    return next_ticket_++;
+  }
+
+  Status finish_attend(AttendTicket ticket) override {
+    SI_CHECK(ticket < next_ticket_ && under_way_ > 0, "a ticket of an attend under way");
+    --under_way_;
+    return {};
+  }
+
+  void close(SequenceId id) override {
+    const auto found = sequences_.find(id);
+    if (found == sequences_.end()) return;
+    used_bytes_ -= found->second.bytes;
+    sequences_.erase(found);
+  }
+
+ private:
+  struct Sequence {
+    std::vector<LayerBlocks> layers;
+    uint64_t tokens_max = 0;
+    uint64_t bytes = 0;
+  };
+
+  static Status not_open(SequenceId id) {
+    return {ErrorCode::kNotFound, fmt::format("sequence {} is not open", id)};
+  }
+
+  /// Blocks that a layer keeps: those of its window, and the one that is being filled.
+  uint64_t places(uint32_t layer, uint64_t tokens_max) const {
+    const uint64_t all = base::divide_up(tokens_max, uint64_t{kCacheBlockTokens});
+    const uint64_t window = shape_.windows[layer];
+    if (window == 0) return all;
+    return std::min(all, base::divide_up(window, uint64_t{kCacheBlockTokens}) + 1);
+  }
+
+  std::span<std::byte> block_at(const LayerBlocks& blocks, uint64_t index) const {
+    return {blocks.memory.data() + index % blocks.places * block_bytes_, block_bytes_};
+  }
+
+  /// One head of keys of one sequence.
+  void attend(uint32_t layer, const LayerBlocks& blocks, const AttendQuery& query, float* state,
+              uint32_t head) const {
+    const uint64_t window = shape_.windows[layer];
+    const uint64_t first =
+        window == 0 || blocks.tokens <= window ? uint64_t{0} : blocks.tokens - window;
+    kernels::begin_fold(shape_.attention, state, head, head + 1);
+    const kernels::FoldQuery one{query.query, state};
+    for (uint64_t b = first / kCacheBlockTokens; b * kCacheBlockTokens < blocks.tokens; ++b) {
+      const uint64_t begin = b * kCacheBlockTokens;
+      const bool last = begin + kCacheBlockTokens >= blocks.tokens;
+      kernels::fold_block(shape_.attention, block_at(blocks, b),
+                          {.first = static_cast<uint32_t>(std::max(first, begin) - begin),
+                           .end = static_cast<uint32_t>(
+                               std::min(blocks.tokens - begin, uint64_t{kCacheBlockTokens})),
+                           .first_head = head,
+                           .end_head = head + 1,
+                           .next_block = last ? nullptr : block_at(blocks, b + 1).data()},
+                          {&one, 1});
+    }
+    kernels::finish_fold(shape_.attention, state, query.out, head, head + 1);
+  }
+
+  KeyValueShape shape_;
+  uint64_t block_bytes_;
+  uint64_t memory_bytes_;
+  uint64_t used_bytes_ = 0;
+  std::map<SequenceId, Sequence> sequences_;
+  std::vector<float> states_;
+  uint32_t under_way_ = 0;
+  AttendTicket next_ticket_ = 0;
+  base::ThreadTeam team_;
+};
+
+}  // namespace
+
+std::unique_ptr<KeyValueStore> make_memory_store(KeyValueShape shape, uint64_t memory_bytes,
+                                                 uint32_t threads) {
+  return std::make_unique<MemoryStore>(std::move(shape), memory_bytes, threads);
+}
+
+}  // namespace smartinf::engine

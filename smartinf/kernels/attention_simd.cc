@@ -166,41 +166,59 @@ HWY_INLINE float sum_of_lanes(D d, hn::Vec<D> sums) {
   }
 }
 
-/// Makes sums of products to scores, and those to weights; folds them into the state's largest
-/// score and sum. Returns what the state's values are multiplied by.
-HWY_NOINLINE float weigh(const HeadOfBlock& head, float* state, float* HWY_RESTRICT weights) {
+/// Makes sums of products to scores, and those to weights; folds them into the largest score and
+/// the sum of each row's state. rescale: what the values of the state are multiplied by.
+template <size_t kRows>
+HWY_NOINLINE void weigh(const HeadOfBlock& head, const FoldRow* rows,
+                        float (*HWY_RESTRICT weights)[kTokens], float* HWY_RESTRICT rescale) {
   const F32 d;
   const size_t lanes = hn::Lanes(d);
   const VF least = hn::Set(d, SI_FLOAT_OF(kMinusInfinityBits));
   const VF first = hn::Set(d, static_cast<float>(head.first));
   const VF end = hn::Set(d, static_cast<float>(head.end));
   const bool q8 = head.format == CacheFormat::kQ8;
-  VF scores[kVectors];
-  VF largest = least;
+  VF largest[kRows];
+  for (VF& score : largest) score = least;
   for (size_t v = 0; v < kVectors; ++v) {
-    VF score = hn::Load(d, weights + v * lanes);
-    if (q8) score = hn::Mul(score, hn::LoadU(d, head.key_scales + v * lanes));
-    score = hn::Mul(score, hn::Set(d, head.scale));
-    if (head.softcap > 0) score = capped(score, head.softcap);
     const VF token = hn::Iota(d, static_cast<float>(v * lanes));
     const auto seen = hn::And(hn::Ge(token, first), hn::Lt(token, end));
-    scores[v] = hn::IfThenElse(seen, score, least);
-    largest = hn::Max(largest, hn::IfThenElse(hn::IsNaN(scores[v]), least, scores[v]));
+    const VF row_scales = q8 ? hn::LoadU(d, head.key_scales + v * lanes) : hn::Set(d, 1.0f);
+    for (size_t r = 0; r < kRows; ++r) {
+      VF score = hn::Mul(hn::Load(d, weights[r] + v * lanes), row_scales);
+      score = hn::Mul(score, hn::Set(d, head.scale));
+      if (head.softcap > 0) score = capped(score, head.softcap);
+      score = hn::IfThenElse(seen, score, least);
+      hn::Store(score, d, weights[r] + v * lanes);
+      largest[r] = hn::Max(largest[r], hn::IfThenElse(hn::IsNaN(score), least, score));
+    }
   }
-  const float max = without_sign_of_zero(greater(state[0], hn::GetLane(hn::MaxOfLanes(d, largest))));
-  const float base = score_base(max);
+  float bases[kRows];
+  for (size_t r = 0; r < kRows; ++r) {
+    float& max = rows[r].state[0];
+    const float old_max = max;
+    max = without_sign_of_zero(greater(old_max, hn::GetLane(hn::MaxOfLanes(d, largest[r]))));
+    bases[r] = score_base(max);
+    rescale[r] = old_max - bases[r];
+  }
+  for (size_t r = 0; r < kRows; ++r) {
+    rescale[r] = hn::GetLane(exp_of(hn::Set(d, rescale[r])));
+  }
+  VF sums[kRows][kVectors];
   for (size_t v = 0; v < kVectors; ++v) {
-    scores[v] = exp_of(hn::Sub(scores[v], hn::Set(d, base)));
-    const VF by = q8 ? hn::LoadU(d, head.value_scales + v * lanes) : hn::Set(d, 1.0f);
-    hn::Store(hn::Mul(scores[v], by), d, weights + v * lanes);
+    const VF row_scales = q8 ? hn::LoadU(d, head.value_scales + v * lanes) : hn::Set(d, 1.0f);
+    for (size_t r = 0; r < kRows; ++r) {
+      const VF weight = exp_of(hn::Sub(hn::Load(d, weights[r] + v * lanes), hn::Set(d, bases[r])));
+      sums[r][v] = weight;
+      hn::Store(hn::Mul(weight, row_scales), d, weights[r] + v * lanes);
+    }
   }
-  for (size_t half = kVectors / 2; half > 0; half /= 2) {
-    for (size_t v = 0; v < half; ++v) scores[v] = hn::Add(scores[v], scores[v + half]);
+  for (size_t r = 0; r < kRows; ++r) {
+    for (size_t half = kVectors / 2; half > 0; half /= 2) {
+      for (size_t v = 0; v < half; ++v) sums[r][v] = hn::Add(sums[r][v], sums[r][v + half]);
+    }
+    float& sum = rows[r].state[1];
+    sum = canonical(sum * rescale[r] + sum_of_lanes(d, sums[r][0]));
   }
-  const float rescale = exp_of_negative(state[0] - base);
-  state[0] = max;
-  state[1] = canonical(state[1] * rescale + sum_of_lanes(d, scores[0]));
-  return rescale;
 }
 
 /// Weighted values of kPairs pairs of vectors of channels from `channel` on.
@@ -266,9 +284,9 @@ void fold(const HeadOfBlock& head, const FoldRow* rows) {
   const F32 d;
   const hn::CappedTag<float, 8> small;  // heads are multiples of 16
   alignas(64) float weights[kRows][kTokens];
-  float rescale[kRows];
+  alignas(64) float rescale[kRows];
   dot_products<kFormat, kRows>(head, rows, weights);
-  for (size_t r = 0; r < kRows; ++r) rescale[r] = weigh(head, rows[r].state, weights[r]);
+  weigh<kRows>(head, rows, weights, rescale);
   const size_t step = 2 * hn::Lanes(d);
   const size_t width = head.head_width;
   size_t c = 0;

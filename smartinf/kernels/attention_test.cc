@@ -1,6 +1,8 @@
 #include "smartinf/kernels/attention.h"
 
 #include <algorithm>
+#include <array>
+#include <bit>
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -33,9 +35,9 @@ struct Sequence {
     std::mt19937 random(seed);
     std::normal_distribution<float> normal;
     const size_t row = size_t{shape.block.kv_heads} * shape.block.head_width;
-    for (std::vector<float>* values : {&keys, &this->values}) {
-      values->resize(tokens * row);
-      for (float& v : *values) v = base::to_f32(base::to_bf16(spread * normal(random)));
+    for (std::vector<float>* made : {&keys, &values}) {
+      made->resize(tokens * row);
+      for (float& v : *made) v = base::to_f32(base::to_bf16(spread * normal(random)));
     }
     query.resize(size_t{shape.heads} * shape.block.head_width);
     for (float& q : query) q = spread * normal(random);
@@ -156,8 +158,224 @@ TEST_P(Attention, NoTokensAreZeros) {
   EXPECT_EQ(s.attend(table(), 7, 7), empty);
 }
 
+constexpr std::array kCacheFormats = {CacheFormat::kBf16, CacheFormat::kF32, CacheFormat::kQ8};
+
+bool same_bits(const std::vector<float>& a, const std::vector<float>& b) {
+  return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
+}
+
+/// Strews in what arithmetic can trip over.
+void make_wild(std::vector<float>& values, uint32_t seed) {
+  std::mt19937 random(seed);
+  constexpr std::array kOdd = {kInfinity, -kInfinity, NAN, 0.0f, -0.0f, 1e-41f, 3e38f, -3e38f};
+  for (size_t i = random() % 97; i < values.size(); i += 1 + random() % 97) {
+    values[i] = kOdd[random() % kOdd.size()];
+  }
+}
+
+TEST_P(Attention, HasTheBitsOfTheScalarTruth) {
+  for (const CacheFormat format : kCacheFormats) {
+    for (const uint32_t width : {5u, 16u, 64u, 80u, 96u, 112u, 128u, 200u, 256u}) {
+      for (const uint32_t group : {1u, 2u, 3u, 4u, 7u}) {
+        for (const bool wild : {false, true}) {
+          Sequence s(shape_of(2 * group, 2, width, format, group == 2 ? 3.0f : 0.0f), 70,
+                     width + group, width % 3 == 0 ? 3.0f : 1.0f);
+          if (wild) make_wild(group % 2 == 0 ? s.keys : s.values, group);
+          if (wild && group == 1) make_wild(s.query, 1);
+          s.append();
+          std::vector<float> expected = s.begun();
+          std::vector<float> actual = s.begun();
+          for (const auto& [first, end] :
+               {std::pair{0u, 32u}, {32u, 49u}, {49u, 50u}, {50u, 70u}}) {
+            s.fold(scalar(), first, end, expected.data());
+            s.fold(table(), first, end, actual.data());
+            ASSERT_TRUE(same_bits(actual, expected))
+                << base::enum_name(format) << " width " << width << " group " << group
+                << " tokens [" << first << ", " << end << ")" << (wild ? " wild" : "");
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST_P(Attention, MayStopAtEachBlockBoundaryAndGoOn) {
+  Sequence s(shape_of(4, 2, 32, CacheFormat::kQ8), 170, 3);
+  s.append();
+  std::vector<float> at_once = s.begun();
+  s.fold(table(), 5, 170, at_once.data());
+  for (uint32_t boundary = 32; boundary < 170; boundary += 32) {
+    std::vector<float> state = s.begun();
+    s.fold(table(), 5, boundary, state.data());
+    const std::vector<float> elsewhere = state;  // floats are all that there is of it
+    std::vector<float> went_on = elsewhere;
+    s.fold(scalar(), boundary, 170, went_on.data());
+    EXPECT_TRUE(same_bits(went_on, at_once)) << boundary;
+  }
+}
+
+TEST_P(Attention, QueriesAndHeadsDoNotKnowEachOther) {
+  const AttentionShape shape = shape_of(6, 3, 48);
+  Sequence s(shape, 32, 4);
+  s.append();
+  std::vector<std::vector<float>> queries, states, alone;
+  std::vector<FoldQuery> all;
+  for (uint32_t q = 0; q < 5; ++q) {
+    queries.push_back(Sequence(shape, 0, 100 + q).query);
+    states.push_back(s.begun());
+    alone.push_back(s.begun());
+  }
+  for (uint32_t q = 0; q < 5; ++q) {
+    all.push_back({queries[q].data(), states[q].data()});
+    const FoldQuery one{queries[q].data(), alone[q].data()};
+    for (const uint32_t head : {2u, 0u, 1u}) {
+      fold_block(table(), shape, s.blocks[0], {.first_head = head, .end_head = head + 1},
+                 {&one, 1});
+    }
+  }
+  fold_block(table(), shape, s.blocks[0], {}, all);
+  for (uint32_t q = 0; q < 5; ++q) EXPECT_TRUE(same_bits(states[q], alone[q])) << q;
+}
+
+// Infinities and NaN stay in the head of keys that has them, and out of it where its tokens are
+// not seen.
+TEST_P(Attention, BrokenNumbersDoNotSpread) {
+  for (const CacheFormat format : kCacheFormats) {
+    for (const float broken : {kInfinity, -kInfinity, NAN}) {
+      Sequence s(shape_of(4, 2, 16, format), 64, 5);
+      s.append();
+      const std::vector<float> sound = s.attend(table(), 0, 64);
+      const std::vector<float> sound_later = s.attend(table(), 40, 64);
+      for (std::vector<float>* where : {&s.keys, &s.values}) {
+        const std::vector<float> before = *where;
+        (*where)[39 * 32 + 16 + 3] = broken;  // token 39, head 1, channel 3
+        s.append();
+        const std::vector<float> actual = s.attend(table(), 0, 64);
+        EXPECT_TRUE(std::equal(sound.begin(), sound.begin() + 32, actual.begin()));
+        EXPECT_TRUE(same_bits(s.attend(table(), 40, 64), sound_later));
+        if (where == &s.values) {
+          EXPECT_FALSE(std::isfinite(actual[32 + 3]));
+          if (format != CacheFormat::kQ8) {
+            EXPECT_EQ(actual[32 + 2], sound[32 + 2]);
+          }
+        }
+        *where = before;
+      }
+    }
+  }
+}
+
+TEST_P(Attention, KeysThatGiveMinusInfinityHaveNoWeight) {
+  Sequence s(shape_of(1, 1, 16, CacheFormat::kF32), 40, 6);
+  std::fill(s.query.begin(), s.query.end(), 1.0f);
+  for (const uint32_t t : {0u, 7u, 33u}) s.keys[t * 16] = -kInfinity;
+  for (uint32_t c = 0; c < 16; ++c) s.values[7 * 16 + c] = 1e30f;
+  s.append();
+  const std::vector<float> actual = s.attend(table(), 0, 40);
+  for (const float value : actual) EXPECT_LT(std::fabs(value), 4.0f);
+  // Alone, they leave the state as empty as it was.
+  EXPECT_EQ(s.attend(table(), 7, 8), std::vector<float>(16));
+}
+
 INSTANTIATE_TEST_SUITE_P(Isa, Attention, testing::ValuesIn(supported_tables()),
                          [](const auto& table) { return std::string(table.param->isa()); });
+
+TEST(CacheBlock, IsWholePagesAndPaddedWithZeros) {
+  EXPECT_EQ(cache_block_bytes({8, 64, CacheFormat::kBf16}), 64u << 10);    // Llama 3.2 1B
+  EXPECT_EQ(cache_block_bytes({8, 128, CacheFormat::kBf16}), 128u << 10);  // Llama 3 8B
+  EXPECT_EQ(cache_block_bytes({12, 64, CacheFormat::kBf16}), 96u << 10);   // GPT-2
+  EXPECT_EQ(cache_block_bytes({8, 128, CacheFormat::kF32}), 256u << 10);
+  EXPECT_EQ(cache_block_bytes({8, 128, CacheFormat::kQ8}), (64u << 10) + 4096);  // 2 KiB of scales
+  EXPECT_EQ(cache_block_bytes({1, 5, CacheFormat::kBf16}), 4096u);
+}
+
+TEST(CacheBlock, HasKeysByChannelAndValuesByToken) {
+  const CacheBlockShape shape{2, 3, CacheFormat::kF32};
+  std::vector<std::byte> block(cache_block_bytes(shape));
+  std::vector<float> keys(2 * 6), values(2 * 6);
+  for (size_t i = 0; i < keys.size(); ++i) {
+    keys[i] = static_cast<float>(1 + i);
+    values[i] = static_cast<float>(101 + i);
+  }
+  append_tokens(shape, block, 30, 2, DataType::kF32, keys.data(), values.data());
+  const auto* floats = reinterpret_cast<const float*>(block.data());
+  const size_t head = 2 * 3 * kCacheBlockTokens;
+  EXPECT_EQ(floats[head + 2 * kCacheBlockTokens + 31], 12);           // K, head 1, channel 2
+  EXPECT_EQ(floats[head + 3 * kCacheBlockTokens + 31 * 3 + 2], 112);  // V of the same
+  EXPECT_EQ(std::count(floats, floats + block.size() / 4, 0.0f), block.size() / 4 - 24);
+}
+
+TEST(CacheBlock, TokenByTokenIsAllAtOnce) {
+  for (const CacheFormat format : kCacheFormats) {
+    for (const DataType type : {DataType::kF32, DataType::kBf16}) {
+      const CacheBlockShape shape{3, 20, format};
+      const size_t row = 3 * 20;
+      Sequence s({.block = shape, .heads = 3}, 29, 7, 2);
+      make_wild(s.values, 7);
+      std::vector<base::Bf16> keys, values;
+      for (const float k : s.keys) keys.push_back(base::to_bf16(k));
+      for (const float v : s.values) values.push_back(base::to_bf16(v));
+      const bool wide = type == DataType::kF32;
+      const auto append = [&](std::vector<std::byte>& block, uint32_t first, uint32_t count) {
+        const size_t at = first * row;
+        append_tokens(shape, block, first, count, type,
+                      wide ? static_cast<const void*>(s.keys.data() + at) : keys.data() + at,
+                      wide ? static_cast<const void*>(s.values.data() + at) : values.data() + at);
+      };
+      std::vector<std::byte> once(cache_block_bytes(shape)), one_by_one(once.size());
+      append(once, 0, 29);
+      for (uint32_t t = 0; t < 29; ++t) append(one_by_one, t, 1);
+      EXPECT_EQ(once, one_by_one) << base::enum_name(format);
+    }
+  }
+}
+
+TEST(CacheBlock, RowsMayBeAPartOfLongerOnes) {
+  const CacheBlockShape shape{2, 8, CacheFormat::kBf16};
+  Sequence s({.block = {6, 8, CacheFormat::kBf16}, .heads = 6}, 4, 8);  // q, k and v side by side
+  std::vector<float> keys, values;
+  for (uint32_t t = 0; t < 4; ++t) {
+    keys.insert(keys.end(), s.keys.begin() + t * 48 + 16, s.keys.begin() + t * 48 + 32);
+    values.insert(values.end(), s.keys.begin() + t * 48 + 32, s.keys.begin() + t * 48 + 48);
+  }
+  std::vector<std::byte> parts(cache_block_bytes(shape)), whole(parts.size());
+  append_tokens(shape, whole, 0, 4, DataType::kF32, keys.data(), values.data());
+  append_tokens(shape, parts, 0, 4, DataType::kF32, s.keys.data() + 16, s.keys.data() + 32, 48);
+  EXPECT_EQ(parts, whole);
+}
+
+// Nearest codes: each value is off by at most half of its row's scale, which is a 127th of the
+// largest, and by the roundings of the scale and the product (127 * 2^-23 of it).
+TEST(CacheBlock, EightBitsAreOffByHalfOfTheScale) {
+  const CacheBlockShape shape{1, 64, CacheFormat::kQ8};
+  Sequence s({.block = shape, .heads = 1}, 32, 9);
+  for (size_t i = 0; i < s.keys.size(); ++i)
+    s.keys[i] *= std::pow(10.0f, static_cast<float>(i / 64 % 13) - 6);
+  s.append();
+  const auto* codes = reinterpret_cast<const int8_t*>(s.blocks[0].data());
+  const auto* scales = reinterpret_cast<const float*>(s.blocks[0].data() + 2 * 64 * 32);
+  for (uint32_t t = 0; t < 32; ++t) {
+    float largest = 0;
+    for (uint32_t c = 0; c < 64; ++c) largest = std::max(largest, std::fabs(s.keys[t * 64 + c]));
+    EXPECT_FLOAT_EQ(scales[t] * 127, largest);
+    for (uint32_t c = 0; c < 64; ++c) {
+      const float value = s.keys[t * 64 + c];
+      const float decoded = static_cast<float>(codes[c * 32 + t]) * scales[t];
+      EXPECT_LE(std::fabs(decoded - value), scales[t] * 0.50002f) << "token " << t;
+      const float v_decoded = static_cast<float>(codes[64 * 32 + t * 64 + c]) * scales[32 + t];
+      EXPECT_LE(std::fabs(v_decoded - s.values[t * 64 + c]), scales[32 + t] * 0.50002f);
+    }
+  }
+}
+
+TEST(CacheBlock, RowsOfEightBitsThatHaveNoScale) {
+  EXPECT_EQ(row_scale(0), 0);
+  EXPECT_EQ(row_scale(std::bit_cast<uint32_t>(1e-41f)), 0);
+  EXPECT_TRUE(std::isnan(row_scale(kInfinityBits)));
+  EXPECT_TRUE(std::isnan(row_scale(kCanonicalNan)));
+  EXPECT_EQ(row_code(1e-41f, group_inverse(0)), 0);
+  EXPECT_EQ(row_code(INFINITY, group_inverse(row_scale(kInfinityBits))), 0);
+}
 
 // Largest error of exp_of_negative() in ulps, and where it ends.
 TEST(ExpOfNegative, IsWithinItsError) {

@@ -2,6 +2,7 @@
 
 import importlib.util
 
+import forked
 import pytest
 
 NOT_RUN = 77  # what ctest shows as "Skipped"
@@ -22,6 +23,14 @@ def pytest_sessionfinish(session, exitstatus):
 def device(tmp_path):
     """A directory for one optimizer's state."""
     return str(tmp_path / "device")
+
+
+@pytest.fixture(scope="session")
+def processes(tmp_path_factory):
+    """Runs programs as `python -c` does, and does not import torch for each."""
+    made = forked.Processes(tmp_path_factory.mktemp("processes"))
+    yield made
+    made.close()
 
 
 @pytest.fixture(autouse=True)

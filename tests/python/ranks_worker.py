@@ -2,7 +2,8 @@
 
 Usage: ranks_worker.py JSON, an object with the following, or nothing: then it takes one such object a
 line, starts as many ranks as its "world" says by fork (which spares them torch's import), and prints
-the number of the signal that ended one of them, or 0.
+the number of the signal that ended one of them, or 0. With "world" 0 it is a process that is no rank, which
+ends as any other does.
 
   check              a function of this file instead of a training
   script             a program with its arguments, instead of a training
@@ -297,7 +298,16 @@ def serve(run):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        os.environ |= {"WORLD_SIZE": str(job["world"]), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        places = {"WORLD_SIZE": str(job["world"]), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        if job["world"] == 0:
+            for name in places:
+                os.environ.pop(name, None)
+            pid = os.fork()
+            if pid == 0:
+                return run(job)
+            print("ended", os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+            continue
+        os.environ |= places
         ranks = []
         for rank in range(job["world"]):
             ranks.append(os.fork())

@@ -1,9 +1,7 @@
 """overlap="early": what an update that begins before step() can run into, and that nothing of it is seen."""
 
 import copy
-import subprocess
 import sys
-import textwrap
 
 import pytest
 import torch
@@ -295,7 +293,7 @@ def test_groups_closures_and_schedules(tmp_path):
     assert ("early", False) in late
 
 
-def test_killed_in_backward_and_resumed(device):
+def test_killed_in_backward_and_resumed(processes, device):
     """Half of the layers have been updated; none of it is there after the kill."""
     code = f"""
     import os, sys
@@ -315,9 +313,7 @@ def test_killed_in_backward_and_resumed(device):
     model.body[4].weight.register_hook(die)
     train(model, optimizer, range(3, 4))
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=300
-    )
+    done = processes.run(code)
     assert done.returncode == 9, done.stderr
     losses = [float.fromhex(word) for word in done.stdout.split()]
     model, optimizer = make(device, "early", resume=True)

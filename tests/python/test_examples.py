@@ -1,5 +1,6 @@
 """The examples run as they are written."""
 
+import functools
 import json
 import pathlib
 import re
@@ -11,29 +12,59 @@ import pytest
 EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
 
 
-def example(name, *arguments):
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLES / name), *map(str, arguments)],
-        capture_output=True,
+@pytest.fixture(scope="module")
+def ranks():
+    """ranks(world, name, *arguments, **job): what an example prints on several ranks, as torchrun would start it."""
+    # They are forked, so that what takes long is imported once.
+    program = """
+import contextlib, ranks_worker
+with contextlib.suppress(ImportError):
+    import torch._dynamo, smartinf.hf
+ranks_worker.serve(ranks_worker.main)
+"""
+    server = subprocess.Popen(
+        [sys.executable, "-c", program],
+        cwd=pathlib.Path(__file__).parent,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
         text=True,
-        timeout=600,
     )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+
+    def ranks(world, name, *arguments, **job):
+        job |= {"world": world, "script": [str(EXAMPLES / name), *map(str, arguments)]}
+        server.stdin.write(json.dumps(job) + "\n")
+        server.stdin.flush()
+        out = ""
+        for line in server.stdout:
+            if line.startswith("ended"):
+                assert line == "ended 0\n"
+                return out
+            out += line
+        raise AssertionError("the server of ranks has ended")
+
+    yield ranks
+    server.stdin.close()
+    server.wait(timeout=600)
 
 
-def test_train_one_line(tmp_path):
+@pytest.fixture
+def example(ranks):
+    """example(name, *arguments): what an example prints in a process of its own."""
+    return functools.partial(ranks, 0)
+
+
+def test_train_one_line(tmp_path, example):
     first = float(example("train_one_line.py", tmp_path / "device", 5).split()[-1])
     later = float(example("train_one_line.py", tmp_path / "device", 100).split()[-1])
     assert later < first
 
 
-def test_release_gradients(tmp_path):
+def test_release_gradients(tmp_path, example):
     assert "gradient norm" in example("release_gradients.py", tmp_path / "device")
 
 
 @pytest.mark.nightly
-def test_trainer(tmp_path):
+def test_trainer(tmp_path, example):
     pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
     out = example("trainer.py", tmp_path / "device", tmp_path / "out")
@@ -87,7 +118,7 @@ def model(tmp_path):
     return tmp_path / "model"
 
 
-def test_finetune(tmp_path, model):
+def test_finetune(tmp_path, model, example):
     """With every setting of docs/finetune.md."""
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     text = EXAMPLES / "finetune.py"
@@ -111,7 +142,7 @@ def test_finetune(tmp_path, model):
 
 
 @pytest.mark.nightly
-def test_streamed_trainer(tmp_path, model):
+def test_streamed_trainer(tmp_path, model, example):
     transformers = pytest.importorskip("transformers")
     text = EXAMPLES / "finetune.py"
     whole = example("streamed_trainer.py", model, text, tmp_path / "o1", tmp_path / "d1", "--steps", 2, "--keep", 0)
@@ -122,7 +153,7 @@ def test_streamed_trainer(tmp_path, model):
     assert (tmp_path / "o2" / "final" / "adapter_model.safetensors").exists()
 
 
-def test_streamed_accelerate(tmp_path, model):
+def test_streamed_accelerate(tmp_path, model, example):
     text = EXAMPLES / "finetune.py"
     out = example("streamed_accelerate.py", model, text, tmp_path / "out", tmp_path / "device", "--steps", 4, "--keep", 0)
     assert len(re.findall(r"step \d loss", out)) == 4
@@ -130,47 +161,12 @@ def test_streamed_accelerate(tmp_path, model):
 
 
 @pytest.mark.nightly
-def test_streamed_trl(tmp_path, model):
+def test_streamed_trl(tmp_path, model, example):
     pytest.importorskip("trl")
     pytest.importorskip("peft")
     for way in ([], ["--dpo"]):
         out = example("streamed_trl.py", model, tmp_path / "out", tmp_path / "-".join(["d", *way]), "--steps", 2, "--keep", 0, *way)
         assert "train_loss" in out
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    """ranks(world, name, *arguments, **job): an example on several ranks, as torchrun would start it."""
-    # Ranks are forked, so that what takes long is imported once.
-    program = """
-import contextlib, ranks_worker
-with contextlib.suppress(ImportError):
-    import torch._dynamo, smartinf.hf
-ranks_worker.serve(ranks_worker.main)
-"""
-    server = subprocess.Popen(
-        [sys.executable, "-c", program],
-        cwd=pathlib.Path(__file__).parent,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-
-    def ranks(world, name, *arguments, **job):
-        job |= {"world": world, "script": [str(EXAMPLES / name), *map(str, arguments)]}
-        server.stdin.write(json.dumps(job) + "\n")
-        server.stdin.flush()
-        out = ""
-        for line in server.stdout:
-            if line.startswith("ended"):
-                assert line == "ended 0\n"
-                return out
-            out += line
-        raise AssertionError("the server of ranks has ended")
-
-    yield ranks
-    server.stdin.close()
-    server.wait(timeout=600)
 
 
 def loss_of(text):
@@ -198,7 +194,7 @@ def test_train_accelerate(tmp_path, ranks, fsdp2_plugin):
     assert (tmp_path / "saved" / ("optimizer_0" if fsdp2_plugin else "smartinf")).is_dir()
 
 
-def test_lightning_module(tmp_path):
+def test_lightning_module(tmp_path, example):
     """Stopped after 6 steps, resumed on other devices: the losses of the whole run."""
     pytest.importorskip("lightning")
 

@@ -3,8 +3,6 @@
 import logging
 import os
 import resource
-import subprocess
-import sys
 from contextlib import nullcontext
 
 import pytest
@@ -500,7 +498,7 @@ def test_an_open_core_lends_its_spool_and_takes_it_away_when_it_is_closed(device
     assert _core.Updater({"devices": [{"path": device}]}, ["weight"], [[1000]]).spool() is None
 
 
-def test_the_interpreter_ends_with_a_graph_that_is_still_held(device):
+def test_the_interpreter_ends_with_a_graph_that_is_still_held(processes, device):
     program = (
         "import sys, torch, smartinf\n"
         "x = torch.randn(512, 512, requires_grad=True)\n"
@@ -509,6 +507,6 @@ def test_the_interpreter_ends_with_a_graph_that_is_still_held(device):
         "    z = (x * 2).sin().exp().sum()\n"
         "    z.backward()\n"
     )
-    done = subprocess.run([sys.executable, "-c", program, device], capture_output=True, text=True, timeout=300)
+    done = processes.run(program, device)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert os.listdir(device) == []

@@ -15,16 +15,6 @@ import smartinf
 from smartinf import open_optimizers
 
 
-def run(code, *args, timeout=600, **kwargs):
-    return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code), *args],
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        **kwargs,
-    )
-
-
 def test_import_takes_no_torch():
     """What makes it slow is other packages (docs/results/python.md has the time)."""
     code = """
@@ -34,7 +24,7 @@ def test_import_takes_no_torch():
         assert not heavy, heavy
         assert "AdamW" in dir(smartinf)
     """
-    done = run(code)
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
 
 
@@ -48,13 +38,13 @@ TRAIN = """
 """
 
 
-def test_exit_with_open_devices_is_clean(device):
+def test_exit_with_open_devices_is_clean(processes, device):
     code = TRAIN + """
     for p in params: p.grad = torch.ones_like(p)
     optimizer.step()  # its commit is still under way when the interpreter ends
     """
     for updates in (1, 2):
-        done = run(code, device)
+        done = processes.run(code, device)
         assert done.returncode == 0
         assert done.stderr == ""
         params = [torch.nn.Parameter(torch.zeros(500_000)) for _ in range(4)]
@@ -63,7 +53,7 @@ def test_exit_with_open_devices_is_clean(device):
         optimizer.close()
 
 
-def test_ctrl_c_leaves_a_whole_step(device):
+def test_ctrl_c_leaves_a_whole_step(processes, device):
     code = TRAIN + """
     try:
         print("ready", flush=True)
@@ -81,16 +71,11 @@ def test_ctrl_c_leaves_a_whole_step(device):
         print("whole", flush=True)
     """
     for wait in (0.05, 0.31, 0.53):
-        child = subprocess.Popen(
-            [sys.executable, "-c", textwrap.dedent(code), device],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        child = processes.start(code, device)
         assert child.stdout.readline() == "ready\n"
         time.sleep(wait)
         child.send_signal(signal.SIGINT)
-        out, err = child.communicate(timeout=600)
+        out, err = child.communicate()
         assert out == "whole\n", err
 
 
@@ -232,7 +217,7 @@ def test_a_closed_optimizer_says_so(device):
         with_grad.step()
 
 
-def test_a_forked_child_of_a_killed_process_does_not_hold_the_device(device):
+def test_a_forked_child_of_a_killed_process_does_not_hold_the_device(processes, device):
     """As a DataLoader's worker that outlives its parent."""
     code = TRAIN + """
     import os
@@ -243,9 +228,7 @@ def test_a_forked_child_of_a_killed_process_does_not_hold_the_device(device):
         os._exit(0)
     time.sleep(600)
     """
-    parent = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(code), device], stdout=subprocess.PIPE, text=True
-    )
+    parent = processes.start(code, device)
     child = int(parent.stdout.readline().split()[1])
     try:
         params = [torch.nn.Parameter(torch.zeros(500_000)) for _ in range(4)]
@@ -360,7 +343,7 @@ RUNNING_THREAD = """
 """
 
 
-def test_close_beside_a_step_of_another_thread(device):
+def test_close_beside_a_step_of_another_thread(processes, device):
     """The call that is under way ends before the devices go; the next one says that they are gone."""
     code = RUNNING_THREAD + """
     optimizer.close()
@@ -368,12 +351,12 @@ def test_close_beside_a_step_of_another_thread(device):
     assert len(ended) == 1 and "closed" in ended[0], ended
     """
     for wait in ("0.3", "0.305"):
-        done = run(code, device, wait)
+        done = processes.run(code, device, wait)
         assert done.returncode == 0, done.stderr
 
 
-def test_exit_beside_a_step_of_a_daemon_thread(device):
+def test_exit_beside_a_step_of_a_daemon_thread(processes, device):
     for wait in ("0.3", "0.307"):
-        done = run(RUNNING_THREAD, device, wait)
+        done = processes.run(RUNNING_THREAD, device, wait)
         assert done.returncode == 0, done.stderr
         assert "terminate" not in done.stderr

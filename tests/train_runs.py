@@ -12,6 +12,10 @@ import sys
 import tempfile
 import unittest
 
+# Before torch is imported: models so small gain nothing from more, and several threads wait for each other by
+# computing, for most of the time where other tests run beside.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # At night also what repeats or combines what is tested for each change (CONTRIBUTING.md).
 ALL = "SMARTINF_TEST_ALL" in os.environ
 SMARTINF = str(pathlib.Path(sys.argv.pop(1)).resolve()) if len(sys.argv) > 1 else "smartinf"

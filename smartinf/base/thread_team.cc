@@ -6,7 +6,8 @@
 
 namespace smartinf::base {
 
-ThreadTeam::ThreadTeam(uint32_t threads, std::string name) {
+ThreadTeam::ThreadTeam(uint32_t threads, std::string name, std::chrono::microseconds awake)
+    : awake_(awake) {
   SI_CHECK(threads > 0, "a team has at least the thread that calls it");
   name.resize(std::min<size_t>(name.size(), 15));  // what the kernel keeps of a thread's name
   for (uint32_t worker = 1; worker < threads; ++worker) {
@@ -35,8 +36,17 @@ void ThreadTeam::run(size_t parts, const std::function<void(uint32_t, size_t)>& 
   }
   begun_.notify_all();
   work(0);
+  const auto all_done = [&] { return working_ == 0; };
+  wait_awake(all_done);
   std::unique_lock lock(mutex_);
-  done_.wait(lock, [&] { return working_ == 0; });
+  done_.wait(lock, all_done);
+}
+
+/// Until it is done, or the time is over.
+template <class Done>
+void ThreadTeam::wait_awake(const Done& done) const {
+  const auto until = std::chrono::steady_clock::now() + awake_;
+  while (!done() && std::chrono::steady_clock::now() < until) std::this_thread::yield();
 }
 
 void ThreadTeam::work(uint32_t worker) {
@@ -45,8 +55,11 @@ void ThreadTeam::work(uint32_t worker) {
 
 void ThreadTeam::serve(const std::stop_token& stop, uint32_t worker) {
   uint64_t seen = 0;
-  std::unique_lock lock(mutex_);
-  while (begun_.wait(lock, stop, [&] { return job_ != seen; })) {
+  const auto is_new = [&] { return job_ != seen; };
+  for (;;) {
+    wait_awake([&] { return is_new() || stop.stop_requested(); });
+    std::unique_lock lock(mutex_);
+    if (!begun_.wait(lock, stop, is_new)) return;
     seen = job_;
     lock.unlock();
     work(worker);

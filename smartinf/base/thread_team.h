@@ -3,6 +3,7 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
@@ -17,8 +18,10 @@ namespace smartinf::base {
 /// Threads: run() from one thread at a time, and not from within a part.
 class ThreadTeam {
  public:
-  /// threads: those that work on a job, the caller of run() among them; at least 1.
-  ThreadTeam(uint32_t threads, std::string name);
+  /// threads: those that work on a job, the caller of run() among them; at least 1. awake: how long
+  /// they wait for a job, or for the end of one, before they sleep, and give way to other threads
+  /// meanwhile; for jobs that follow on each other and are shorter than it takes to wake a thread.
+  ThreadTeam(uint32_t threads, std::string name, std::chrono::microseconds awake = {});
   ~ThreadTeam();
   ThreadTeam(const ThreadTeam&) = delete;
   ThreadTeam& operator=(const ThreadTeam&) = delete;
@@ -34,6 +37,10 @@ class ThreadTeam {
  private:
   void work(uint32_t worker);
   void serve(const std::stop_token& stop, uint32_t worker);
+  template <class Done>
+  void wait_awake(const Done& done) const;
+
+  const std::chrono::microseconds awake_;
 
   const std::function<void(uint32_t, size_t)>* part_ = nullptr;
   size_t parts_ = 0;
@@ -42,8 +49,9 @@ class ThreadTeam {
   std::mutex mutex_;
   std::condition_variable_any begun_;
   std::condition_variable done_;
-  uint64_t job_ = 0;                  // how many jobs were begun
-  uint32_t working_ = 0;              // other threads that have not finished this one
+  // Written while mutex_ is held.
+  std::atomic<uint64_t> job_ = 0;      // how many jobs were begun
+  std::atomic<uint32_t> working_ = 0;  // other threads that have not finished this one
   std::vector<std::jthread> others_;  // last: joined before the rest goes
 };
 

@@ -44,12 +44,14 @@ TEST(ThreadTeam, WorksOnSeveralThreadsAtOnce) {
 }
 
 TEST(ThreadTeam, WhatPartsWroteIsSeenByTheCaller) {
-  ThreadTeam team(4, "test");
-  std::vector<uint64_t> values(64);
-  for (uint64_t round = 1; round <= 2000; ++round) {
-    team.run(values.size(), [&](uint32_t, size_t index) { values[index] += index; });
-    const uint64_t sum = std::accumulate(values.begin(), values.end(), uint64_t{0});
-    ASSERT_EQ(sum, round * 64 * 63 / 2);
+  for (const auto awake : {std::chrono::microseconds(0), std::chrono::microseconds(50)}) {
+    ThreadTeam team(4, "test", awake);
+    std::vector<uint64_t> values(64);
+    for (uint64_t round = 1; round <= 1000; ++round) {
+      team.run(values.size(), [&](uint32_t, size_t index) { values[index] += index; });
+      const uint64_t sum = std::accumulate(values.begin(), values.end(), uint64_t{0});
+      ASSERT_EQ(sum, round * 64 * 63 / 2);
+    }
   }
 }
 

@@ -11,6 +11,7 @@
 #include "smartinf/base/state_format.h"
 #include "smartinf/kernels/attention_kernels.h"
 #include "smartinf/kernels/feedback_kernels.h"
+#include "smartinf/kernels/row_product_kernels.h"
 #include "smartinf/kernels/selection_kernels.h"
 #include "smartinf/kernels/signs_kernels.h"
 #include "smartinf/kernels/state_codec.h"
@@ -82,6 +83,7 @@ struct TileKernels {
   FeedbackKernels feedback;
   SignKernels signs;
   AttentionKernels attention;
+  RowProductKernels row_product;
 };
 
 /// The plain truth; every machine has it.

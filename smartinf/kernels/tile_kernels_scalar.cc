@@ -163,7 +163,8 @@ const TileKernels& scalar_tiles() {
                                   .selection = scalar_selection(),
                                   .feedback = scalar_feedback(),
                                   .signs = scalar_signs(),
-                                  .attention = scalar_attention()};
+                                  .attention = scalar_attention(),
+                                  .row_product = scalar_row_product()};
   return kTiles;
 }
 

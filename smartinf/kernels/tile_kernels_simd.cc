@@ -65,6 +65,7 @@ SelectionKernels selection_kernels();  // selection_simd.cc
 FeedbackKernels feedback_kernels();    // feedback_simd.cc
 SignKernels sign_kernels();            // signs_simd.cc
 AttentionKernels attention_kernels();  // attention_simd.cc
+RowProductKernels row_product_kernels();  // row_product_simd.cc
 
 TileKernels tiles() {
   return {.isa = hwy::TargetName(HWY_TARGET),
@@ -82,7 +83,8 @@ TileKernels tiles() {
           .selection = selection_kernels(),
           .feedback = feedback_kernels(),
           .signs = sign_kernels(),
-          .attention = attention_kernels()};
+          .attention = attention_kernels(),
+          .row_product = row_product_kernels()};
 }
 
 }  // namespace HWY_NAMESPACE

@@ -96,8 +96,9 @@ struct Kept<CacheFormat::kQ8> : InOrder {
   }
 };
 
-HWY_INLINE void prefetch(const std::byte* line, size_t bytes) {
-  for (size_t i = 0; i < bytes; i += 64) hwy::Prefetch(line + i);
+template <size_t kBytes>
+HWY_INLINE void prefetch(const std::byte* from) {
+  for (size_t i = 0; i < kBytes; i += 64) hwy::Prefetch(from + i);
 }
 
 /// Sums of products of each query with each key.
@@ -113,15 +114,23 @@ HWY_INLINE void dot_products(const HeadOfBlock& head, const FoldRow* rows,
   for (size_t t = 0; t < kTokens; t += 2 * hn::Lanes(d)) {
     Pair<F32> sums[kRows];
     for (auto& sum : sums) sum = {hn::Zero(d), hn::Zero(d)};
-    for (size_t c = 0; c < width; ++c) {
-      if (t == 0) prefetch(head.values + c * kTokens * sizeof(Number), kTokens * sizeof(Number));
+    const auto add_channel = [&](size_t c) HWY_ATTR {
       const Pair<F32> key = Kept<kFormat>::load(d, keys + c * kTokens + t);
       for (size_t r = 0; r < kRows; ++r) {
         const VF query = hn::Set(d, queries[r][c]);
         sums[r].a = hn::Add(sums[r].a, hn::Mul(query, key.a));
         sums[r].b = hn::Add(sums[r].b, hn::Mul(query, key.b));
       }
+    };
+    size_t c = 0;
+    for (; c + 2 <= width; c += 2) {
+      // As many values as there are keys: they come while these are computed with.
+      if (t == 0)
+        prefetch<2 * kTokens * sizeof(Number)>(head.values + c * kTokens * sizeof(Number));
+      add_channel(c);
+      add_channel(c + 1);
     }
+    if (c < width) add_channel(c);
     for (size_t r = 0; r < kRows; ++r) Kept<kFormat>::store_f32(d, sums[r], scores[r] + t);
   }
 }
@@ -198,10 +207,8 @@ HWY_NOINLINE void weigh(const HeadOfBlock& head, const FoldRow* rows,
     const float old_max = max;
     max = without_sign_of_zero(greater(old_max, hn::GetLane(hn::MaxOfLanes(d, largest[r]))));
     bases[r] = score_base(max);
-    rescale[r] = old_max - bases[r];
-  }
-  for (size_t r = 0; r < kRows; ++r) {
-    rescale[r] = hn::GetLane(exp_of(hn::Set(d, rescale[r])));
+    // Most blocks change no maximum.
+    rescale[r] = old_max == bases[r] ? 1.0f : exp_of_negative(old_max - bases[r]);
   }
   VF sums[kRows][kVectors];
   for (size_t v = 0; v < kVectors; ++v) {
@@ -227,7 +234,7 @@ HWY_INLINE void add_values(D d, const HeadOfBlock& head, const FoldRow* rows, si
                            const float* rescale, const float (*HWY_RESTRICT weights)[kTokens]) {
   using Number = typename Kept<kFormat>::Number;
   const size_t step = 2 * hn::Lanes(d);
-  const auto* values = reinterpret_cast<const Number*>(head.values) + channel;
+  const auto* const values = reinterpret_cast<const Number*>(head.values);
   Pair<D> sums[kRows][kPairs];
   for (size_t r = 0; r < kRows; ++r) {
     const auto factor = hn::Set(d, rescale[r]);
@@ -238,9 +245,9 @@ HWY_INLINE void add_values(D d, const HeadOfBlock& head, const FoldRow* rows, si
     }
   }
   for (size_t t = head.first; t < head.end; ++t) {
-    const Number* const row = values + t * head.head_width;
-    const size_t row_bytes = head.head_width * sizeof(Number);
-    if (channel == 0) prefetch(head.next_keys + t * row_bytes, row_bytes);
+    const size_t at = t * head.head_width + channel;
+    prefetch<kPairs * 2 * hn::MaxLanes(D()) * sizeof(Number)>(head.next_keys + at * sizeof(Number));
+    const Number* const row = values + at;
     Pair<D> value[kPairs];
     for (size_t p = 0; p < kPairs; ++p) value[p] = Kept<kFormat>::load(d, row + p * step);
     for (size_t r = 0; r < kRows; ++r) {

@@ -9,6 +9,7 @@
 
 #include "smartinf/base/checksum.h"
 #include "smartinf/base/units.h"
+#include "smartinf/kernels/attention.h"
 #include "smartinf/kernels/feedback.h"
 #include "smartinf/kernels/selection.h"
 #include "smartinf/kernels/signs.h"
@@ -203,6 +204,32 @@ uint64_t digest_of_signs(const KernelTable& table) {
   return digest.value();
 }
 
+uint64_t digest_of_attention(const KernelTable& table) {
+  Digest digest;
+  for (const CacheFormat format : {CacheFormat::kBf16, CacheFormat::kF32, CacheFormat::kQ8}) {
+    for (const bool wild : {false, true}) {
+      const AttentionShape shape{.block = {.kv_heads = 1, .head_width = 80, .format = format},
+                                 .heads = 7,
+                                 .scale = 0.11f,
+                                 .softcap = wild ? 30.0f : 0.0f};
+      const std::vector<float> keys = fixed_values(21, wild, false);
+      const std::vector<float> values = fixed_values(22, wild, false);
+      const std::vector<float> query = fixed_values(23, false, false);
+      std::vector<std::byte> block(cache_block_bytes(shape.block));
+      append_tokens(shape.block, block, 0, kCacheBlockTokens, DataType::kF32, keys.data(),
+                    values.data());
+      std::vector<float> state(shape.state_floats());
+      begin_fold(shape, state.data());
+      const FoldQuery one{query.data(), state.data()};
+      fold_block(table, shape, block, {.first = 3, .end = 29}, {&one, 1});
+      fold_block(table, shape, block, {}, {&one, 1});
+      digest.add(block.data(), block.size());
+      digest.add(state.data(), state.size() * sizeof(float));
+    }
+  }
+  return digest.value();
+}
+
 TEST(Digest, IsThatOfX86sScalarTruthOnEveryTarget) {
   for (const KernelTable* table : supported_tables()) {
     const auto hex = [](uint64_t digest) {
@@ -233,6 +260,7 @@ TEST(Digest, IsThatOfX86sScalarTruthOnEveryTarget) {
     EXPECT_EQ(hex(digest_of_the_rest(*table)), "139e07b90cf9631d") << table->isa();
     EXPECT_EQ(hex(digest_of_feedback(*table)), "21d8c09d3a5bf859") << table->isa();
     EXPECT_EQ(hex(digest_of_signs(*table)), "bd338bfcf481b2a6") << table->isa();
+    EXPECT_EQ(hex(digest_of_attention(*table)), "536cc8555ef4c45b") << table->isa();
   }
 }
 

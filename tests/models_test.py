@@ -14,7 +14,7 @@ import unittest
 OUTPUTS = str(pathlib.Path(sys.argv.pop(2)).resolve())
 
 from small_models import COMMON, CONFIGS, WIDE_HEADS, FineTuneCase, make, read
-from train_runs import SMARTINF
+from train_runs import ALL, SMARTINF
 
 import safetensors.torch
 import torch
@@ -64,7 +64,7 @@ class Models(FineTuneCase):
 
     def test_documents_do_not_see_each_other(self):
         tokens = torch.randint(0, 199, (2, 33))
-        for name in ("llama", "mistral", "gemma3", "gpt2", "gemma2"):
+        for name in ("llama", "mistral", "gemma3", "gpt2", "gemma2") if ALL else ("gemma3", "gpt2"):
             with self.subTest(model=name):
                 make(CONFIGS[name], self.folder / name)
                 whole = self.outputs(self.folder / name, tokens, [5, 6, 32, 52, 64])["logits"]
@@ -73,8 +73,9 @@ class Models(FineTuneCase):
                     self.near(whole[32 * row + first:32 * row + last], alone, (row, first))
 
     def test_what_is_imported_is_exported_bit_for_bit(self):
-        for name, dtype in (("llama3_rope", torch.bfloat16), ("qwen3", torch.float16), ("gpt2", torch.float32),
-                            ("mixtral", torch.bfloat16), ("gemma3", torch.bfloat16), ("qwen2", torch.bfloat16)):
+        cases = (("qwen3", torch.float16), ("gpt2", torch.float32), ("mixtral", torch.bfloat16), ("gemma3", torch.bfloat16),
+                 ("llama3_rope", torch.bfloat16), ("qwen2", torch.bfloat16))
+        for name, dtype in cases if ALL else cases[:4]:
             with self.subTest(model=name):
                 config = CONFIGS[name].__class__.from_dict(dict(CONFIGS[name].to_dict(), vocab_size=256))
                 make(config, self.folder / name, dtype)
@@ -119,8 +120,8 @@ class Models(FineTuneCase):
             with self.subTest(model=name):
                 config = CONFIGS[name].__class__.from_dict(dict(CONFIGS[name].to_dict(), vocab_size=256))
                 model = make(config, self.folder / name)
-                self.fine_tune(self.folder / name, "run_" + name, *self.SAME_BATCH, "--train.lr", "1e-3", steps=100)
-                self.same_curves("run_" + name, self.curve(model, 100, 1e-3, *self.rows()))
+                self.fine_tune(self.folder / name, "run_" + name, *self.SAME_BATCH, "--train.lr", "1e-3", steps=50)
+                self.same_curves("run_" + name, self.curve(model, 50, 1e-3, *self.rows()))
 
     def test_adapters_go_as_with_peft(self):
         try:
@@ -130,6 +131,8 @@ class Models(FineTuneCase):
         self.corpus.write_bytes(self.corpus.read_bytes()[:257])
         cases = {"gpt2": ["c_attn", "mlp.c_proj"], "qwen3": ["all-linear"], "llama": ["q_proj", "v_proj", "up_proj"]}
         for name, targets in cases.items():
+            if name == "llama" and not ALL:
+                continue
             with self.subTest(model=name):
                 config = CONFIGS[name].__class__.from_dict(dict(CONFIGS[name].to_dict(), vocab_size=256))
                 make(config, self.folder / name)

@@ -15,7 +15,7 @@ KILLS = int(os.environ.get("SMARTINF_TEST_KILLS", "6" if ALL else "2"))
 class Stream(StreamCase):
     def setUp(self):
         super().setUp()
-        self.short = self.recipe(steps=10)
+        self.short = self.recipe(steps=6)
         self.less = self.host(6, *STREAMED)
 
     def test_too_little_is_refused_before_anything_is_written(self):
@@ -25,7 +25,7 @@ class Stream(StreamCase):
         self.assertFalse((self.folder / "a").exists())
 
     def test_killed_runs_go_on_as_if_they_had_not_been(self):
-        recipe = self.recipe(steps=12 * KILLS)
+        recipe = self.recipe(steps=8 * KILLS)
         self.train(recipe, "whole", *STREAMED, "--train.clip_norm", "5")
         flags = [*self.even_devices("killed", 2), *self.host(12, *STREAMED), "--train.clip_norm", "5"]
         draw = random.Random(os.environ.get("SMARTINF_TEST_SEED", "7"))
@@ -56,13 +56,14 @@ class Stream(StreamCase):
             self.assertGreater(following["exposed_s"], 0.8 * written / rate, step)
             self.assertGreaterEqual(following["seconds"], following["update_s"])
 
+    @unittest.skipUnless(ALL, "where memory changes between starts, they end by an interrupt")
     def test_interrupts_stop_at_a_committed_step(self):
         # Steps of about a second, of which forward takes a quarter.
         slow = [*self.host(24, *STREAMED), "--train.micro_batch", "16"]
         recipe = self.recipe(steps=8)
         self.train(recipe, "whole", *STREAMED, "--train.micro_batch", "16")
         draw = random.Random(1)
-        for stop in range(3 if ALL else 1):
+        for stop in range(3):
             process = self.start(recipe, "stopped", *slow)
             self.wait_for_step(process)
             time.sleep(draw.uniform(0.05, 0.3))
@@ -90,8 +91,9 @@ class Stream(StreamCase):
                 self.check_same_as(run, "whole")
 
     def test_checkpoint_and_export_are_those_of_a_run_in_memory(self):
-        self.train(self.short, "whole", *STREAMED)
-        self.train(self.short, "less", *self.less, "--checkpoint.every", "4",
+        short = self.recipe(steps=5)
+        self.train(short, "whole", *STREAMED)
+        self.train(short, "less", *self.less, "--checkpoint.every", "2",
                    "--memory.activations", "offload")
         whole, less = (self.export(run, run + "_bf16") for run in ("whole", "less"))
         for file in sorted(path.name for path in whole.iterdir()):
@@ -105,10 +107,10 @@ class Stream(StreamCase):
                               capture_output=True, text=True, timeout=60)
         self.assertEqual(done.returncode, 0, done.stderr)
         there = [*self.less, "--device.0.path", str(restored)]
-        told = self.train(self.short, "again", *there, code=1)
+        told = self.train(short, "again", *there, code=1)
         run = re.search(r"--take-over (\w{8})", told).group(1)
-        self.train(self.short, "again", *there, "--take-over", run)
-        self.assertEqual(self.losses("again"), self.losses("whole")[8:])
+        self.train(short, "again", *there, "--take-over", run)
+        self.assertEqual(self.losses("again"), self.losses("whole")[4:])
         self.assertEqual(self.master_weights("again"), self.master_weights("whole"))
 
 

@@ -1,9 +1,13 @@
 """The package comes from PYTHONPATH (ctest sets it) or from an installed wheel."""
 
 import importlib.util
+import os
 
 import forked
 import pytest
+
+# Before torch is imported, here and by programs: several threads would wait for each other by computing.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 NOT_RUN = 77  # what ctest shows as "Skipped"
 

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from nightly import nightly
 from test_ranks import assert_same
 
 WORKER = str(pathlib.Path(__file__).with_name("fsdp2_worker.py"))
@@ -72,7 +73,7 @@ def test_weights_that_somebody_writes_are_taken_over(run, plain, tmp_path):
     assert not torch.equal(made["model"]["0.weight"], plain["model"]["0.weight"])
 
 
-@pytest.mark.parametrize("point", ["update", "agree", "commit"])
+@pytest.mark.parametrize("point", [nightly("update"), nightly("agree"), "commit"])
 def test_a_killed_rank_costs_nothing(run, point, plain, tmp_path):
     run(2, tmp_path, expect_death=True, given=True, kill=[point, 3])
     assert_same(run(2, tmp_path, given=True), plain)

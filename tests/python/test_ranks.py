@@ -10,6 +10,7 @@ import sys
 
 import pytest
 import torch
+from nightly import nightly
 
 import smartinf
 from smartinf import _core, rank_calls
@@ -136,7 +137,7 @@ def test_gradients_are_averaged_as_they_leave(run, tmp_path):
     assert "unused" in made["model"]
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [nightly(1), 2])
 def test_between_devices_gradients_and_weights_have_the_same_bits(run, world, tmp_path):
     """With the CPU in a device's place, and gloo in that of NCCL; with one rank as well."""
     options = {"release_gradients": True}
@@ -149,7 +150,7 @@ def test_between_devices_gradients_and_weights_have_the_same_bits(run, world, tm
         assert_same(run(2, tmp_path / "sums_there", ddp=False, passes=2, options=options, on_devices=True), expected)
 
 
-@pytest.mark.parametrize("point", ["weights", "agree"])
+@pytest.mark.parametrize("point", [nightly("weights"), "agree"])
 def test_a_rank_that_hangs_is_named_when_the_groups_timeout_has_passed(run, point, two, tmp_path):
     """It is stopped between prepare and commit ("agree"): what the other prepared is committed when both are back. Or
     when the step is committed and the other waits for its new weights."""
@@ -170,7 +171,7 @@ def test_two_others_name_the_third_rank(run, how, said, tmp_path):
 
 @pytest.mark.parametrize(
     ("call", "world", "release"),
-    [("save_checkpoint", 2, True), ("load_checkpoint", 2, True), ("load_state_dict", 2, False), ("full_state_dict", 3, True)],
+    [nightly("save_checkpoint", 2, True), nightly("load_checkpoint", 2, True), ("load_state_dict", 2, False), ("full_state_dict", 3, True)],
 )
 def test_ranks_at_different_calls_say_which(run, call, world, release, tmp_path):
     """One rank has a batch less. Nobody ends by a signal, and all go on from one step."""
@@ -185,7 +186,7 @@ def test_ranks_at_different_calls_say_which(run, call, world, release, tmp_path)
     assert {(tmp_path / f"{call}{rank}").read_text().split()[0] for rank in range(world)} == {"2"}
 
 
-@pytest.mark.parametrize("error", ["OSError", "RuntimeError"])
+@pytest.mark.parametrize("error", [nightly("OSError"), "RuntimeError"])
 def test_what_a_process_group_raises_is_said_by_all_ranks(run, error, tmp_path):
     """At once and in all later calls, with the rank's name."""
     run(2, tmp_path, check="raises", error=error)

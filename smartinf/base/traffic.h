@@ -15,8 +15,9 @@ enum class TrafficKind : uint8_t {
   kWeight = 2,
   kMetadata = 3,
   kActivation = 4,
+  kCache = 5,  // keys and values, and queries over them
 };
-inline constexpr size_t kTrafficKinds = 5;
+inline constexpr size_t kTrafficKinds = 6;
 
 constexpr std::string_view traffic_kind_name(TrafficKind kind) {
   switch (kind) {
@@ -25,6 +26,8 @@ constexpr std::string_view traffic_kind_name(TrafficKind kind) {
     case TrafficKind::kWeight: return "weight";
     case TrafficKind::kMetadata: return "metadata";
     case TrafficKind::kActivation: return "activation";
+    case TrafficKind::kCache:
+      return "cache";
   }
   return "?";
 }

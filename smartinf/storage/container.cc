@@ -39,6 +39,9 @@ constexpr SpaceUse kForState{"the state",
                              "durability = \"none\" (half the space)"};
 constexpr SpaceUse kForSpool{"the spool", "use another device or one more, or a smaller spool"};
 
+constexpr SpaceUse kForCache{"keys and values",
+                             "use another device or one more, or fewer sequences at a time"};
+
 enum class PathKind { kMissing, kDirectory, kBlockDevice };
 
 Result<PathKind> kind_of(const std::string& path) {
@@ -447,6 +450,44 @@ Result<ContainerLock> lock_container(const std::string& path) {
     if (!lock.state.is_open()) lock.state = std::move(state);
   }
   return lock;
+}
+
+Result<CachePlace> open_cache_place(const std::string& directory, uint64_t bytes,
+                                    const StoreOptions& options) {
+  SI_ASSIGN_OR_RETURN(const PathKind kind, kind_of(directory));
+  if (kind != PathKind::kDirectory) {
+    return Status(ErrorCode::kUnsupported, "keys and values are kept in a directory",
+                  "Name a directory on that drive.", base::ErrorPlace{directory, {}, {}, 0});
+  }
+  CachePlace place;
+  place.directory = directory;
+  place.path = join(directory, kCacheFileName);
+  {
+    const FileDescriptor made(
+        open(place.path.c_str(), O_RDWR | O_CREAT | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC, 0666));
+    if (!made.is_open()) {
+      return base::errno_status(errno, "cannot make the cache's file", place.path, {}, {},
+                                "The directory must be writable.");
+    }
+    SI_RETURN_IF_ERROR(check_regular(place.path));
+    SI_ASSIGN_OR_RETURN(place.size_bytes, size_of(made.get(), kind, place.path));
+    if (place.size_bytes < bytes) {
+      SI_RETURN_IF_ERROR(reserve_space(made.get(), bytes - place.size_bytes, kForCache, directory,
+                                       place.path, place.size_bytes));
+      SI_RETURN_IF_ERROR(sync_directory(directory));
+      place.size_bytes = bytes;
+    }
+  }
+  SI_ASSIGN_OR_RETURN(place.direct, direct_works(place.path));
+  place.descriptor =
+      FileDescriptor(open(place.path.c_str(), O_RDWR | O_CLOEXEC | (place.direct ? O_DIRECT : 0)));
+  if (!place.descriptor.is_open()) {
+    return base::errno_status(errno, "cannot open the cache's file", place.path);
+  }
+  SI_ASSIGN_OR_RETURN(place.ring, make_ring(options.ring));
+  if (options.wrap_ring) place.ring = options.wrap_ring(std::move(place.ring));
+  SI_ASSIGN_OR_RETURN(place.file, place.ring->add_file(place.descriptor.get(), place.path));
+  return place;
 }
 
 Result<ReadOnlyContainer> open_container_to_read(const std::string& path) {

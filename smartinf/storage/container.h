@@ -23,6 +23,8 @@ inline constexpr std::string_view kLockFileName = "smartinf.lock";
 /// Has the state's name once its superblock is on the drive; before that it is nobody's loss.
 inline constexpr std::string_view kCreatingFileName = "smartinf.state.creating";
 
+inline constexpr std::string_view kCacheFileName = "smartinf.cache";
+
 /// The spool's, for the moment between making it and taking its name away.
 inline constexpr std::string_view kSpoolFileName = "smartinf.spool";
 
@@ -76,6 +78,22 @@ base::Result<Container> create_container(const std::string& path, uint64_t bytes
 base::Result<Container> open_container(const std::string& path, const StoreOptions& options);
 
 base::Result<ReadOnlyContainer> open_container_to_read(const std::string& path);
+
+/// The file of a device's cache (cache_file.h), with a ring of its own. Closing it is its holder's.
+struct CachePlace {
+  std::string directory;      // for messages about its space
+  std::string path;           // for messages
+  FileDescriptor descriptor;  // none: memory of a fixed size
+  std::unique_ptr<Ring> ring;
+  uint32_t file = 0;  // of the ring
+  bool direct = false;
+  uint64_t size_bytes = 0;
+};
+
+/// Opens the cache's file in a directory whose device is open and so locked, or makes an empty one,
+/// with space for `bytes` at least. Errors: kUnsupported, it is no directory; kNoSpace, kIo.
+base::Result<CachePlace> open_cache_place(const std::string& directory, uint64_t bytes,
+                                          const StoreOptions& options);
 
 /// Makes the names in a directory durable.
 base::Status sync_directory(const std::string& directory);

@@ -41,9 +41,10 @@ Status no_space(const SpaceUse& use, const std::string& path, uint64_t needed, u
 }
 
 Status reserve_space(int descriptor, uint64_t bytes, const SpaceUse& use,
-                     const std::string& directory, const std::string& file_path) {
+                     const std::string& directory, const std::string& file_path,
+                     uint64_t from_bytes) {
   struct statfs info {};
-  if (fstatfs(descriptor, &info) == 0 && info.f_type == BTRFS_SUPER_MAGIC) {
+  if (from_bytes == 0 && fstatfs(descriptor, &info) == 0 && info.f_type == BTRFS_SUPER_MAGIC) {
     // In-place overwriting on a copy-on-write file system scatters the file, and writes what is
     // reserved elsewhere. Must be set while the file is empty.
     int flags = 0;
@@ -56,24 +57,28 @@ Status reserve_space(int descriptor, uint64_t bytes, const SpaceUse& use,
   }
   const uint64_t available = free_bytes(directory);
   if (available < bytes) return no_space(use, directory, bytes, available);
-  if (fallocate(descriptor, 0, 0, static_cast<off_t>(bytes)) == 0) return Status();
+  if (fallocate(descriptor, 0, static_cast<off_t>(from_bytes), static_cast<off_t>(bytes)) == 0) {
+    return Status();
+  }
   if (errno == ENOSPC || errno == EDQUOT)
     return no_space(use, directory, bytes, free_bytes(directory));
   if (errno != EOPNOTSUPP) {
-    return base::errno_status(errno, "cannot reserve space", file_path, 0, bytes);
+    return base::errno_status(errno, "cannot reserve space", file_path, from_bytes, bytes);
   }
   // The file system cannot reserve: written zeros take the space.
   SI_ASSIGN_OR_RETURN(const base::AlignedBuffer zeros,
                       base::AlignedBuffer::allocate(4 * base::kMiB));
   for (uint64_t offset = 0; offset < bytes;) {
     const uint64_t length = std::min(zeros.size(), bytes - offset);
-    const ssize_t written = pwrite(descriptor, zeros.data(), length, static_cast<off_t>(offset));
+    const ssize_t written =
+        pwrite(descriptor, zeros.data(), length, static_cast<off_t>(from_bytes + offset));
     if (written < 0 && errno == EINTR) continue;
     if (written < 0 && (errno == ENOSPC || errno == EDQUOT)) {
       return no_space(use, directory, bytes, offset);
     }
     if (written < 0) {
-      return base::errno_status(errno, "cannot reserve space", file_path, offset, length);
+      return base::errno_status(errno, "cannot reserve space", file_path, from_bytes + offset,
+                                length);
     }
     offset += static_cast<uint64_t>(written);
   }

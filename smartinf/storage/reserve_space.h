@@ -19,9 +19,10 @@ struct SpaceUse {
 base::Status no_space(const SpaceUse& use, const std::string& path, uint64_t needed,
                       uint64_t available);
 
-/// Takes the space of an empty file now, so that a full disk is met here and never in a step.
-/// directory: which holds the file. Errors: no_space(), kIo.
+/// Takes `bytes` of space behind the `from_bytes` that the file has, so that a full disk is met
+/// here and never in a step. directory: which holds the file. Errors: no_space(), kIo.
 base::Status reserve_space(int descriptor, uint64_t bytes, const SpaceUse& use,
-                           const std::string& directory, const std::string& file_path);
+                           const std::string& directory, const std::string& file_path,
+                           uint64_t from_bytes = 0);
 
 }  // namespace smartinf::storage

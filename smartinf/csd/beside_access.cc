@@ -1,5 +1,6 @@
 #include "smartinf/csd/beside_access.h"
 
+#include "smartinf/csd/messages/cache/cache_access.h"
 #include "smartinf/csd/spool_access.h"
 
 namespace smartinf::csd {
@@ -7,6 +8,7 @@ namespace smartinf::csd {
 std::vector<std::unique_ptr<BesideAccess>> make_beside_accesses(DeviceParts& parts) {
   std::vector<std::unique_ptr<BesideAccess>> all;
   all.push_back(std::make_unique<SpoolAccess>(parts));
+  all.push_back(std::make_unique<CacheAccess>(parts));
   return all;
 }
 

@@ -12,7 +12,8 @@
 
 namespace smartinf::csd {
 
-/// Threads: the device's I/O thread.
+/// Threads: the device's I/O thread. An access that has threads of its own has nothing to do there
+/// but serve(), and answers what is left when it is destroyed.
 class BesideAccess {
  public:
   virtual ~BesideAccess() = default;
@@ -33,6 +34,9 @@ class BesideAccess {
   virtual void on_time(uint64_t now_ns) = 0;
   /// When on_time() will have something to do; ~0: nothing is on the link.
   virtual uint64_t next_due_ns() const = 0;
+
+  /// Bytes at the drive that the store does not count. Threads: any.
+  virtual base::TrafficReading traffic() const { return {}; }
 };
 
 /// One of each family that is served so.

@@ -101,9 +101,9 @@ namespace smartinf::csd {
 template <typename Wire>
 void describe(Wire& wire, DeviceShare& share) {
   auto& [slot_memory_bytes, weight_read_slots, compressed_block_bytes, gradient_memory_bytes,
-         spool_bytes, groups, matrices] = share;
+         spool_bytes, cache_memory_bytes, cache_bytes, groups, matrices] = share;
   wire(slot_memory_bytes, weight_read_slots, compressed_block_bytes, gradient_memory_bytes,
-       spool_bytes, groups, matrices);
+       spool_bytes, cache_memory_bytes, cache_bytes, groups, matrices);
 }
 template <typename Wire>
 void describe(Wire& wire, SourceWishes& wishes) {
@@ -116,10 +116,10 @@ template <typename Wire>
 void describe(Wire& wire, DeviceInfo& info) {
   auto& [name, kind, ring, slots, memory_bytes, gradient_memory_bytes, gradients_spilled,
          updates_as_completed, threads, state_cache_bytes, cached_subgroups, spool_bytes,
-         weight_read_slots, of_other_rank, rank] = info;
+         cache_memory_bytes, weight_read_slots, of_other_rank, rank] = info;
   wire(name, kind, ring, slots, memory_bytes, gradient_memory_bytes, gradients_spilled,
        updates_as_completed, threads, state_cache_bytes, cached_subgroups, spool_bytes,
-       weight_read_slots, of_other_rank, rank);
+       cache_memory_bytes, weight_read_slots, of_other_rank, rank);
 }
 
 }  // namespace smartinf::csd

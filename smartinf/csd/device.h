@@ -77,6 +77,7 @@ struct DeviceInfo {
   uint64_t state_cache_bytes = 0;
   uint32_t cached_subgroups = 0;
   uint64_t spool_bytes = 0;        // room for PutSpool
+  uint64_t cache_memory_bytes = 0;  // for keys and values (messages/cache); 0: it keeps none
   uint32_t weight_read_slots = 0;  // their memory is part of memory_bytes
   /// Another process drives it. What stands for it here takes every command and does nothing.
   bool of_other_rank = false;

@@ -32,6 +32,8 @@ struct DeviceShare {
   uint64_t compressed_block_bytes = 0;  // above 0: gradients come compressed
   uint64_t gradient_memory_bytes = 0;   // at most so much for gradients; the rest is spilled
   uint64_t spool_bytes = 0;             // room for the spool
+  uint64_t cache_memory_bytes = 0;      // for keys and values; 0: the device keeps none
+  uint64_t cache_bytes = ~uint64_t{0};  // room for them on the drive, at most
   std::vector<plan::GroupSpan> groups;  // of the whole parameter space
   std::vector<compress::MatrixLayout> matrices;  // of it too, where compression needs them
 };

@@ -5,7 +5,7 @@
 namespace smartinf::csd {
 namespace {
 
-base::Status out_of_order(const std::string& why, base::StepNumber step) {
+base::Status step_out_of_order(const std::string& why, base::StepNumber step) {
   return csd::out_of_order("step " + std::to_string(step) + ": " + why);
 }
 
@@ -35,10 +35,10 @@ base::Status DeviceStep::check(const Command& command) const {
 base::Status DeviceStep::begin(base::StepNumber step) {
   // A new store stands in step 0 already.
   if (begun() && step == 0 && number_ == 0) return base::Status();
-  if (!between_steps()) return out_of_order("another step is in progress", step);
+  if (!between_steps()) return step_out_of_order("another step is in progress", step);
   SI_RETURN_IF_ERROR(lost_);  // the store takes no step any more
   if (step != parts_.store->state().committed_step + 1) {
-    return out_of_order("it does not follow the committed one", step);
+    return step_out_of_order("it does not follow the committed one", step);
   }
   parts_.store->begin_step(step);
   phase_ = Phase::kBegun;
@@ -47,7 +47,8 @@ base::Status DeviceStep::begin(base::StepNumber step) {
 }
 
 base::Status DeviceStep::prepare(const Prepare& prepare, const base::Status& failure) {
-  if (!begun() || prepare.step != number_) return out_of_order("it has not begun", prepare.step);
+  if (!begun() || prepare.step != number_)
+    return step_out_of_order("it has not begun", prepare.step);
   SI_RETURN_IF_ERROR(failure);
   SI_RETURN_IF_ERROR(parts_.store->prepare(prepare.step, prepare.client_metadata));
   phase_ = Phase::kPrepared;
@@ -56,7 +57,7 @@ base::Status DeviceStep::prepare(const Prepare& prepare, const base::Status& fai
 
 base::Status DeviceStep::commit(base::StepNumber step) {
   if (phase_ != Phase::kPrepared || step != number_) {
-    if (!is_committed(step)) return out_of_order("it is not prepared", step);
+    if (!is_committed(step)) return step_out_of_order("it is not prepared", step);
     return lost_.ok() ? commit_answer_ : lost_;
   }
   phase_ = Phase::kIdle;
@@ -66,10 +67,10 @@ base::Status DeviceStep::commit(base::StepNumber step) {
 }
 
 base::Status DeviceStep::abort(base::StepNumber step) {
-  if (is_committed(step)) return out_of_order("it is committed", step);
+  if (is_committed(step)) return step_out_of_order("it is committed", step);
   // Aborting what never began is what it asks for; so is what was aborted before.
   if (between_steps()) return lost_;
-  if (step != number_) return out_of_order("another one is in progress", step);
+  if (step != number_) return step_out_of_order("another one is in progress", step);
   phase_ = Phase::kIdle;
   lost_ = parts_.store->abort(step);
   if (lost_.ok()) {

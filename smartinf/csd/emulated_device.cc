@@ -27,7 +27,7 @@ using storage::IoRequest;
 /// Moves data at submission and says so at the next reap. Speed is the links' matter.
 class DriveRing final : public storage::Ring {
  public:
-  DriveRing(EmulatedDrive& drive, uint32_t depth) : drive_(drive), depth_(depth) {
+  DriveRing(std::span<std::byte> contents, uint32_t depth) : contents_(contents), depth_(depth) {
     moved_.reserve(depth);
   }
 
@@ -57,12 +57,12 @@ class DriveRing final : public storage::Ring {
  private:
   int64_t move(const IoRequest& request) {
     if (request.op == IoOp::kSync) return 0;
-    const std::span<std::byte> contents = drive_.contents();
     const uint64_t bytes = request.buffer.size();
-    if (request.offset_bytes > contents.size() || bytes > contents.size() - request.offset_bytes) {
+    if (request.offset_bytes > contents_.size() ||
+        bytes > contents_.size() - request.offset_bytes) {
       return -EIO;
     }
-    std::byte* place = contents.data() + request.offset_bytes;
+    std::byte* place = contents_.data() + request.offset_bytes;
     if (request.op == IoOp::kRead) {
       std::memcpy(request.buffer.data(), place, bytes);
     } else {
@@ -71,7 +71,7 @@ class DriveRing final : public storage::Ring {
     return static_cast<int64_t>(bytes);
   }
 
-  EmulatedDrive& drive_;
+  const std::span<std::byte> contents_;
   uint32_t depth_;
   std::vector<IoRequest*> moved_;  // at most depth_
 };
@@ -92,12 +92,27 @@ storage::Container container_on(EmulatedDrive& drive, const std::string& name,
   container.file_path = name;
   container.direct = true;
   container.size_bytes = drive.contents().size();
-  container.ring = std::make_unique<DriveRing>(drive, options.ring.depth);
+  container.ring = std::make_unique<DriveRing>(drive.contents(), options.ring.depth);
   if (options.wrap_ring) container.ring = options.wrap_ring(std::move(container.ring));
   container.open_to_read = [&drive, name] {
     return Result<storage::ReadOnlyContainer>(contents_of(drive, name));
   };
   return container;
+}
+
+/// Lets keys and values lie in the drive's memory for them.
+void keep_cache_on(EmulatedDrive& drive, LocalDeviceOptions& options) {
+  options.open_cache_place =
+      [&drive,
+       name = options.path](const storage::StoreOptions& store) -> Result<storage::CachePlace> {
+    storage::CachePlace place;
+    place.path = name;
+    place.direct = true;
+    place.size_bytes = drive.cache_contents().size();
+    place.ring = std::make_unique<DriveRing>(drive.cache_contents(), store.ring.depth);
+    if (store.wrap_ring) place.ring = store.wrap_ring(std::move(place.ring));
+    return place;
+  };
 }
 
 class EmulatedNewState final : public StoreNewState {
@@ -125,9 +140,14 @@ Status no_state(const std::string& name) {
 
 }  // namespace
 
-Result<std::unique_ptr<EmulatedDrive>> EmulatedDrive::create(uint64_t size_bytes) {
+Result<std::unique_ptr<EmulatedDrive>> EmulatedDrive::create(uint64_t size_bytes,
+                                                             uint64_t cache_bytes) {
   SI_ASSIGN_OR_RETURN(base::AlignedBuffer memory, base::AlignedBuffer::allocate(size_bytes));
-  return std::unique_ptr<EmulatedDrive>(new EmulatedDrive(std::move(memory)));
+  std::unique_ptr<EmulatedDrive> drive(new EmulatedDrive(std::move(memory)));
+  if (cache_bytes > 0) {
+    SI_ASSIGN_OR_RETURN(drive->cache_memory_, base::AlignedBuffer::allocate(cache_bytes));
+  }
+  return drive;
 }
 
 Result<uint64_t> EmulatedDrive::size_for(const storage::StoreLayout& layout,
@@ -180,6 +200,7 @@ Result<std::unique_ptr<Device>> create_emulated_device(LocalDeviceOptions option
       std::unique_ptr<storage::Store> made,
       storage::BlockStore::create(container_on(drive, options.path, store), layout, store));
   drive.holds_store_ = true;
+  keep_cache_on(drive, options);
   return make_device_over(std::move(made), StoreOrigin::kCreated, std::move(options), "emulated");
 }
 
@@ -188,6 +209,7 @@ Result<std::unique_ptr<Device>> open_emulated_device(LocalDeviceOptions options,
   const storage::StoreOptions store = linked_store_options(options);
   SI_ASSIGN_OR_RETURN(std::unique_ptr<storage::Store> opened,
                       storage::BlockStore::open(container_on(drive, options.path, store), store));
+  keep_cache_on(drive, options);
   return make_device_over(std::move(opened), StoreOrigin::kOpened, std::move(options), "emulated");
 }
 

@@ -16,6 +16,7 @@
 #include "smartinf/csd/device.h"
 #include "smartinf/csd/element_ranges.h"
 #include "smartinf/csd/fake_spool.h"
+#include "smartinf/csd/messages/cache/fake_cache.h"
 #include "smartinf/csd/snapshot.h"
 #include "smartinf/kernels/update.h"
 #include "smartinf/plan/parameter_space.h"
@@ -89,6 +90,7 @@ class FakeDevice final : public Device {
     info_.kind = "fake";
     info_.spool_bytes = drive_->spool_bytes;
     beside_.push_back(std::make_unique<FakeSpool>(info_.spool_bytes));
+    beside_.push_back(std::make_unique<FakeCache>());
     for (const auto& access : beside_) {
       access->host = &host_;
       access->store = &store_;

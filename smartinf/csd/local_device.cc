@@ -63,10 +63,14 @@ class LocalDevice final : public Device {
   Status cache_state(std::span<const base::SubgroupId> subgroups) override;
   void submit(Command& command) override;
   base::TrafficReading host_traffic() const override {
-    return parts_.options.host_link_place == HostLinkPlace::kAtStore ? store_->traffic()
+    return parts_.options.host_link_place == HostLinkPlace::kAtStore ? store_traffic()
                                                                      : parts_.host_traffic.read();
   }
-  base::TrafficReading store_traffic() const override { return store_->traffic(); }
+  base::TrafficReading store_traffic() const override {
+    base::TrafficReading all = store_->traffic();
+    for (const auto& access : beside_) all += access->traffic();
+    return all;
+  }
   uint64_t bytes_written_ever() const override { return store_->bytes_written_ever(); }
   uint64_t state_bytes_cached() const override { return parts_.cache.hit_bytes(); }
   Result<std::unique_ptr<Snapshot>> snapshot() override {
@@ -180,6 +184,7 @@ Status LocalDevice::open(std::unique_ptr<storage::Store> store, StoreOrigin orig
   info_.updates_as_completed = parts_.updates_as_completed();
   info_.threads = processor_->threads();
   info_.spool_bytes = store_->spool_bytes();
+  info_.cache_memory_bytes = options.cache_memory_bytes;
   remember_state();
   thread_ = std::jthread([this] { run(); });
   pthread_setname_np(thread_.native_handle(), "si-device");

@@ -14,6 +14,7 @@
 #include "smartinf/plan/memory_plan.h"
 #include "smartinf/plan/parameter_space.h"
 #include "smartinf/plan/schedule.h"
+#include "smartinf/storage/container.h"
 #include "smartinf/storage/store.h"
 
 namespace smartinf::csd {
@@ -65,6 +66,14 @@ struct LocalDeviceOptions {
 
   plan::ScheduleVariant schedule = plan::ScheduleVariant::kOverlapped;
   storage::StoreOptions store;  // ring, durability, checksums, transfer size and depth, watchdog
+
+  /// Memory for reading keys and values and for those that are not written yet (messages/cache),
+  /// and room for them on the drive. 0: the device keeps none.
+  uint64_t cache_memory_bytes = 0;
+  uint64_t cache_bytes = ~uint64_t{0};
+  /// Opens the place of their file, new or as it is. Null: in the directory `path`.
+  std::function<base::Result<storage::CachePlace>(const storage::StoreOptions& options)>
+      open_cache_place;
 
   /// The group of every element: spans in order, without gaps. Empty: group 0 everywhere.
   std::vector<plan::GroupSpan> groups;

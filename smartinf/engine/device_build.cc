@@ -76,6 +76,8 @@ csd::LocalDeviceOptions DeviceBuild::options(const UpdaterOptions& engine,
   result.store.ring.kind = engine.ring;
   result.store.durability = engine.durability;
   result.store.spool_bytes = share.spool_bytes;
+  result.cache_memory_bytes = share.cache_memory_bytes;
+  result.cache_bytes = share.cache_bytes;
   result.store.checksums = engine.checksums;
   result.store.io_bytes = engine.io_bytes;
   result.store.io_depth = engine.io_depth;

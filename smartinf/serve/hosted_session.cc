@@ -129,6 +129,7 @@ Status HostedSession::open_device(const Attach& request) {
       return Status(ErrorCode::kNoSpace, "the spool is larger than the client's quota");
     }
   }
+  share_.cache_bytes = std::min(share_.cache_bytes, quota - share_.spool_bytes);
   SI_RETURN_IF_ERROR(check_share(layout, share_));
   uint64_t elements = 0;
   for (const storage::StoredSubgroup& subgroup : layout.subgroups) elements += subgroup.count;
@@ -157,8 +158,8 @@ Status HostedSession::open_device(const Attach& request) {
     return std::move(device).status();
   }
   const csd::DeviceInfo& info = (*device)->info();
-  device_charge_ =
-      Charge(memory, info.memory_bytes + info.gradient_memory_bytes + kSpareMax * kPieceBytes);
+  device_charge_ = Charge(memory, info.memory_bytes + info.gradient_memory_bytes +
+                                      info.cache_memory_bytes + kSpareMax * kPieceBytes);
   Status enough = device_charge_.taken()
                       ? check_share((*device)->layout(), share_)
                       : Status(ErrorCode::kOutOfMemory,

@@ -313,6 +313,8 @@ class DeviceContract : public testing::TestWithParam<Kind> {
     options.store.checksums = kind.checksums;
     options.store.io_bytes = 256 * 1024;
     options.store.spool_bytes = spool_bytes_;
+    options.cache_memory_bytes = cache_memory_bytes_;
+    options.cache_bytes = cache_bytes_;
     if (faulty_) {
       options.store.wrap_ring = [this](std::unique_ptr<storage::Ring> ring) {
         return std::make_unique<FaultRing>(std::move(ring), faults_);
@@ -345,6 +347,7 @@ class DeviceContract : public testing::TestWithParam<Kind> {
   /// Share of the device as a client gives it; the rest is options().
   DeviceShare share() const {
     DeviceShare share;
+    share.cache_memory_bytes = cache_memory_bytes_;
     share.groups = groups_;
     if (GetParam().sparsity.factors) share.matrices = matrices_;
     return share;
@@ -402,7 +405,7 @@ class DeviceContract : public testing::TestWithParam<Kind> {
     if (GetParam().memory) {
       const auto size = EmulatedDrive::size_for(layout_, GetParam().durability, spool_bytes_);
       ASSERT_TRUE(size.ok()) << size.status().to_string();
-      auto drive = EmulatedDrive::create(*size);
+      auto drive = EmulatedDrive::create(*size, cache_memory_bytes_ == 0 ? 0 : cache_bytes_);
       ASSERT_TRUE(drive.ok()) << drive.status().to_string();
       drive_ = std::move(*drive);
     }
@@ -511,6 +514,8 @@ class DeviceContract : public testing::TestWithParam<Kind> {
   }
 
   uint64_t spool_bytes_ = 0;
+  uint64_t cache_memory_bytes_ = 0;
+  uint64_t cache_bytes_ = 4 * base::kMiB;
   uint32_t weight_read_slots_ = 0;
   ProcessorFactory make_processor_;  // in place of the kind's
   bool faulty_ = false;              // the store's ring goes by faults_

@@ -6,6 +6,7 @@
 #include <variant>
 
 #include "smartinf/base/status.h"
+#include "smartinf/csd/messages/cache/cache.h"
 #include "smartinf/csd/messages/spool.h"
 #include "smartinf/csd/messages/step.h"
 #include "smartinf/csd/messages/weights.h"
@@ -22,7 +23,7 @@ template <typename... A, typename... B, typename... Rest>
 struct JoinFamilies<std::variant<A...>, std::variant<B...>, Rest...>
     : JoinFamilies<std::variant<A..., B...>, Rest...> {};
 
-using Message = JoinFamilies<StepMessage, WeightsMessage, SpoolMessage>::Type;
+using Message = JoinFamilies<StepMessage, WeightsMessage, SpoolMessage, CacheMessage>::Type;
 
 /// As in error texts and traces: "begin step".
 inline std::string_view message_name(const Message& message) {

@@ -53,8 +53,13 @@ class KeyValueStore {
   /// finish_attend(). At most two attends are under way. Errors: kNotFound.
   virtual base::Result<AttendTicket> begin_attend(uint32_t layer,
                                                   std::span<const AttendQuery> queries) = 0;
-  /// Waits until the answers are there.
+  /// Waits until the answers are there. An error is the first of those that failure() gives for the
+  /// sequences of these queries; the answers of all others are there.
   virtual base::Status finish_attend(AttendTicket ticket) = 0;
+
+  /// Why a sequence cannot be continued: kCorrupt, kIo, kTimeout and the like, with the device and
+  /// the sequence. To be closed, and computed again. Others are unharmed.
+  virtual base::Status failure(SequenceId) const { return {}; }
 
   /// Forgets a sequence; nothing where it is not open.
   virtual void close(SequenceId id) = 0;

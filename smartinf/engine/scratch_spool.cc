@@ -11,7 +11,7 @@
 #include "smartinf/engine/checkpoint.h"
 #include "smartinf/engine/device_build.h"
 #include "smartinf/engine/local_source.h"
-#include "smartinf/kernels/update.h"
+#include "smartinf/engine/smallest_state.h"
 #include "smartinf/storage/tuning.h"
 
 namespace smartinf::engine {
@@ -22,17 +22,6 @@ using base::Status;
 namespace fs = std::filesystem;
 
 namespace {
-
-/// A store with one block of state, which is never written: only its spool is used.
-storage::StoreLayout smallest_layout() {
-  storage::StoreLayout layout;
-  layout.run = storage::make_run_id();
-  const auto planes = kernels::rule_planes(kernels::UpdateRule::kSgdMomentum);
-  layout.planes.assign(planes.begin(), planes.end());
-  layout.description = "{}";
-  layout.subgroups.push_back({base::SubgroupId{0}, 0, base::kBlockElements});
-  return layout;
-}
 
 Status check_place(DeviceSource& source, const std::string& path) {
   if (serve::is_remote(path)) {

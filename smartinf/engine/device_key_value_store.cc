@@ -1,0 +1,508 @@
+#include "smartinf/engine/device_key_value_store.h"
+
+#include <algorithm>
+#include <cstring>
+#include <deque>
+#include <map>
+#include <set>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "smartinf/base/aligned_buffer.h"
+#include "smartinf/base/check.h"
+#include "smartinf/base/log.h"
+#include "smartinf/base/units.h"
+#include "smartinf/csd/device.h"
+#include "smartinf/engine/device_replies.h"
+#include "smartinf/engine/smallest_state.h"
+#include "smartinf/plan/cache_placement.h"
+
+namespace smartinf::engine {
+namespace {
+
+using base::ErrorCode;
+using base::Result;
+using base::Status;
+
+constexpr uint32_t kBlockTokens = kernels::kCacheBlockTokens;
+constexpr uint64_t kStagingBytes = base::kMiB;  // blocks of a prompt that go to a device at once
+constexpr size_t kAttendsMax = 2;
+
+Status not_open(SequenceId id) {
+  return Status(ErrorCode::kNotFound, "sequence " + std::to_string(id) + " is not open");
+}
+
+class DeviceStore final : public KeyValueStore {
+ public:
+  explicit DeviceStore(DeviceStoreOptions options)
+      : options_(std::move(options)),
+        shape_(options_.shape.attention),
+        block_bytes_(kernels::cache_block_bytes(shape_.block)),
+        watch_(options_.device_silence_max),
+        replies_(watch_) {}
+  Status open_devices(const DeviceSources& sources);
+
+  Status open(SequenceId id, uint64_t tokens_max) override;
+  uint64_t tokens(SequenceId id) const override;
+  Status append(SequenceId id, uint32_t layer, uint64_t count, base::DataType type,
+                const void* keys, const void* values) override;
+  Result<AttendTicket> begin_attend(uint32_t layer, std::span<const AttendQuery> queries) override;
+  Status finish_attend(AttendTicket ticket) override;
+  Status failure(SequenceId id) const override;
+  void close(SequenceId id) override;
+  Status save() override;
+
+ private:
+  /// What a device says to a message; stays where it is until then.
+  struct Reply {
+    bool pending = false;
+    Status status;
+  };
+  struct Layer {
+    uint64_t blocks = 0;  // on the device
+    std::span<std::byte> tail;
+    uint32_t tail_tokens = 0;    // up to a whole block
+    uint32_t prompt_tokens = 0;  // of them, the first ones, which decoding alone cannot make again
+    uint32_t saved_tokens = 0;   // of them, that the device keeps
+    Reply appended;              // the tail, whole, to the device
+    bool sent = false;
+    uint64_t tokens() const { return blocks * kBlockTokens + tail_tokens; }
+  };
+  struct Sequence {
+    SequenceId id = 0;
+    size_t device = 0;
+    uint64_t tokens_max = 0;
+    base::AlignedBuffer tails;
+    std::vector<Layer> layers;
+    Status failed;
+  };
+  struct Attending {
+    SequenceId id = 0;
+    const float* query = nullptr;
+    float* out = nullptr;
+    std::vector<float> state;
+    uint64_t first_token = 0;
+    Reply reply;
+  };
+  struct Attends {
+    AttendTicket ticket = 0;
+    uint32_t layer = 0;
+    std::deque<Attending> queries;
+  };
+
+  Sequence* find(SequenceId id);
+  void submit(size_t device, csd::Message message, Reply& reply);
+  const Status& wait(Reply& reply);
+  Status run(size_t device, csd::Message message);
+  /// Notes that the sequence cannot go on.
+  Status fail(Sequence& sequence, Status why);
+  Result<uint64_t> place(Sequence& sequence, uint64_t bytes);
+  Status read_tails(Sequence& sequence, uint32_t tokens);
+  void send_tail(Sequence& sequence, uint32_t layer);
+  Status take_tail(Sequence& sequence, Layer& layer);
+  Status append_blocks(Sequence& sequence, uint32_t layer, uint64_t count, base::DataType type,
+                       const void* keys, const void* values);
+  void begin_query(Sequence& sequence, uint32_t layer, const AttendQuery& query, Attending& one);
+  Status finish_query(uint32_t layer, Attending& one);
+  void note_order(uint32_t layer, std::span<const AttendQuery> queries);
+
+  const DeviceStoreOptions options_;
+  const kernels::AttentionShape& shape_;
+  const uint64_t block_bytes_;
+  DeviceWatch watch_;
+  DeviceReplies replies_;
+  std::unordered_map<const csd::Command*, Reply*> waiting_;
+  std::map<SequenceId, Sequence> sequences_;
+  std::vector<plan::CacheDevice> placed_;
+  std::vector<bool> has_saved_;
+  std::vector<std::byte> staging_;
+  std::deque<Attends> attends_;
+  AttendTicket next_ticket_ = 1;
+  // In the order in which queries come; of the step that is under way, and as the devices know it.
+  std::vector<csd::LayerSequence> order_;
+  std::vector<csd::LayerSequence> known_order_;
+  std::set<std::pair<uint32_t, SequenceId>> in_order_;
+  std::vector<std::unique_ptr<csd::Device>> devices_;  // destroyed first
+};
+
+// ---- Devices.
+
+Status DeviceStore::open_devices(const DeviceSources& sources) {
+  if (sources.empty()) {
+    return Status(ErrorCode::kInvalidArgument, "no device is given for keys and values",
+                  "Name at least one directory.");
+  }
+  csd::DeviceShare share;
+  share.slot_memory_bytes = uint64_t{64} << 20;  // at most; one slot of a block is made
+  share.gradient_memory_bytes = share.slot_memory_bytes;
+  share.cache_memory_bytes = options_.device_memory_bytes;
+  for (size_t d = 0; d < sources.size(); ++d) {
+    csd::DeviceSource& source = *sources[d];
+    auto device = open_or_make_smallest(source, share);
+    if (!device.ok()) return std::move(device).status().with_context("device " + source.name());
+    devices_.push_back(std::move(*device));
+    SI_ASSIGN_OR_RETURN(const double bandwidth, source.bandwidth());
+    placed_.push_back({bandwidth, 0});
+    csd::OpenCache open;
+    open.job = options_.job;
+    open.device_index = static_cast<uint32_t>(d);
+    open.device_count = static_cast<uint32_t>(sources.size());
+    open.layers = options_.shape.layers;
+    open.shape = shape_;
+    open.identity = options_.identity;
+    open.afresh = options_.afresh;
+    uint64_t saved = 0;
+    open.saved_sequences = &saved;
+    SI_RETURN_IF_ERROR(run(d, open));
+    has_saved_.push_back(saved > 0);
+  }
+  staging_.resize(std::max<uint64_t>(1, kStagingBytes / block_bytes_) * block_bytes_);
+  return Status();
+}
+
+void DeviceStore::submit(size_t device, csd::Message message, Reply& reply) {
+  reply.pending = true;
+  waiting_[replies_.submit(*devices_[device], std::move(message))] = &reply;
+}
+
+const Status& DeviceStore::wait(Reply& reply) {
+  while (reply.pending) {
+    csd::Completion done = replies_.next();
+    const auto waiting = waiting_.find(done.command);
+    SI_CHECK(waiting != waiting_.end(), "an answer to nothing");
+    waiting->second->pending = false;
+    waiting->second->status = std::move(done.status);
+    waiting_.erase(waiting);
+  }
+  return reply.status;
+}
+
+Status DeviceStore::run(size_t device, csd::Message message) {
+  Reply reply;
+  submit(device, std::move(message), reply);
+  return wait(reply);
+}
+
+// ---- Sequences.
+
+DeviceStore::Sequence* DeviceStore::find(SequenceId id) {
+  const auto found = sequences_.find(id);
+  return found == sequences_.end() ? nullptr : &found->second;
+}
+
+Status DeviceStore::fail(Sequence& sequence, Status why) {
+  if (sequence.failed.ok()) {
+    sequence.failed = std::move(why).with_context("sequence " + std::to_string(sequence.id));
+  }
+  return sequence.failed;
+}
+
+/// Finds the device that has saved it, or one that has room. Returns the tokens that were saved.
+Result<uint64_t> DeviceStore::place(Sequence& sequence, uint64_t bytes) {
+  uint64_t saved = 0;
+  for (size_t d = 0; d < devices_.size(); ++d) {
+    if (!has_saved_[d]) continue;
+    const Status found = run(d, csd::OpenSequence{sequence.id, sequence.tokens_max, true, &saved});
+    sequence.device = d;
+    if (found.ok()) return saved;
+  }
+  Status refused;
+  for (const size_t d : plan::cache_placement(placed_, bytes)) {
+    Status opened = run(d, csd::OpenSequence{sequence.id, sequence.tokens_max, false, &saved});
+    sequence.device = d;
+    if (opened.ok()) return saved;
+    if (refused.ok()) refused = std::move(opened);
+  }
+  return refused;
+}
+
+Status DeviceStore::open(SequenceId id, uint64_t tokens_max) {
+  if (find(id) != nullptr) {
+    return Status(ErrorCode::kAlreadyExists, "sequence " + std::to_string(id) + " is open already");
+  }
+  const uint64_t layers = options_.shape.layers;
+  Sequence sequence;
+  sequence.id = id;
+  sequence.tokens_max = tokens_max;
+  SI_ASSIGN_OR_RETURN(sequence.tails, base::AlignedBuffer::allocate(layers * block_bytes_));
+  sequence.layers.resize(layers);
+  for (size_t i = 0; i < layers; ++i) {
+    sequence.layers[i].tail = sequence.tails.bytes().subspan(i * block_bytes_, block_bytes_);
+  }
+  const uint64_t bytes =
+      base::divide_up(tokens_max, uint64_t{kBlockTokens}) * layers * block_bytes_;
+  SI_ASSIGN_OR_RETURN(const uint64_t saved, place(sequence, bytes));
+  for (Layer& layer : sequence.layers) layer.blocks = saved / kBlockTokens;
+  if (const uint32_t tail = saved % kBlockTokens; tail > 0) {
+    if (Status read = read_tails(sequence, tail); !read.ok()) {
+      // To be computed anew.
+      base::log(base::LogLevel::kWarning, read.to_string());
+      (void)run(sequence.device, csd::CloseSequence{id});
+      return open(id, tokens_max);
+    }
+  }
+  placed_[sequence.device].bytes_used += bytes;
+  sequences_.emplace(id, std::move(sequence));
+  return Status();
+}
+
+Status DeviceStore::read_tails(Sequence& sequence, uint32_t tokens) {
+  for (uint32_t i = 0; i < sequence.layers.size(); ++i) {
+    Layer& layer = sequence.layers[i];
+    SI_RETURN_IF_ERROR(run(sequence.device, csd::ReadTail{sequence.id, i, tokens, layer.tail}));
+    layer.tail_tokens = layer.prompt_tokens = layer.saved_tokens = tokens;
+  }
+  return Status();
+}
+
+uint64_t DeviceStore::tokens(SequenceId id) const {
+  const auto found = sequences_.find(id);
+  if (found == sequences_.end()) return 0;
+  uint64_t tokens = ~uint64_t{0};
+  for (const Layer& layer : found->second.layers) tokens = std::min(tokens, layer.tokens());
+  return tokens;
+}
+
+Status DeviceStore::failure(SequenceId id) const {
+  const auto found = sequences_.find(id);
+  return found == sequences_.end() ? Status() : found->second.failed;
+}
+
+void DeviceStore::close(SequenceId id) {
+  Sequence* sequence = find(id);
+  if (sequence == nullptr) return;
+  for (Layer& layer : sequence->layers) (void)wait(layer.appended);
+  const Status closed = run(sequence->device, csd::CloseSequence{id});
+  if (!closed.ok()) base::log(base::LogLevel::kWarning, closed.to_string());
+  placed_[sequence->device].bytes_used -=
+      base::divide_up(sequence->tokens_max, uint64_t{kBlockTokens}) * options_.shape.layers *
+      block_bytes_;
+  sequences_.erase(id);
+}
+
+// ---- Keys and values that come.
+
+/// A whole tail goes to the device; it stays here, and is folded here, until take_tail().
+void DeviceStore::send_tail(Sequence& sequence, uint32_t index) {
+  Layer& layer = sequence.layers[index];
+  if (layer.sent || layer.tail_tokens < kBlockTokens || !sequence.failed.ok()) return;
+  layer.sent = true;
+  submit(sequence.device,
+         csd::AppendKeysValues{sequence.id, index, layer.blocks * kBlockTokens, kBlockTokens,
+                               layer.tail},
+         layer.appended);
+}
+
+/// The device has it.
+Status DeviceStore::take_tail(Sequence& sequence, Layer& layer) {
+  if (Status appended = wait(layer.appended); !appended.ok()) {
+    return fail(sequence, std::move(appended));
+  }
+  ++layer.blocks;
+  std::ranges::fill(layer.tail, std::byte{0});
+  layer.tail_tokens = layer.prompt_tokens = layer.saved_tokens = 0;
+  layer.sent = false;
+  return Status();
+}
+
+/// Whole blocks, where there is no tail.
+Status DeviceStore::append_blocks(Sequence& sequence, uint32_t index, uint64_t count,
+                                  base::DataType type, const void* keys, const void* values) {
+  Layer& layer = sequence.layers[index];
+  const auto staged = std::span(staging_).first(count / kBlockTokens * block_bytes_);
+  std::ranges::fill(staged, std::byte{0});
+  const uint64_t step = uint64_t{kBlockTokens} * shape_.block.kv_heads * shape_.block.head_width *
+                        base::data_type_bytes(type);
+  for (uint64_t block = 0; block < count / kBlockTokens; ++block) {
+    kernels::append_tokens(shape_.block, staged.subspan(block * block_bytes_, block_bytes_), 0,
+                           kBlockTokens, type, static_cast<const std::byte*>(keys) + block * step,
+                           static_cast<const std::byte*>(values) + block * step);
+  }
+  Status appended =
+      run(sequence.device,
+          csd::AppendKeysValues{sequence.id, index, layer.blocks * kBlockTokens, count, staged});
+  if (!appended.ok()) return fail(sequence, std::move(appended));
+  layer.blocks += count / kBlockTokens;
+  return Status();
+}
+
+Status DeviceStore::append(SequenceId id, uint32_t index, uint64_t count, base::DataType type,
+                           const void* keys, const void* values) {
+  Sequence* sequence = find(id);
+  if (sequence == nullptr) return not_open(id);
+  SI_RETURN_IF_ERROR(sequence->failed);
+  Layer& layer = sequence->layers.at(index);
+  if (count > sequence->tokens_max - layer.tokens()) {
+    return Status(ErrorCode::kOutOfMemory,
+                  "sequence " + std::to_string(id) + " has " + std::to_string(layer.tokens()) +
+                      " tokens of at most " + std::to_string(sequence->tokens_max) + ", and " +
+                      std::to_string(count) + " more do not fit");
+  }
+  const bool of_prompt = count > 1;
+  const auto* key = static_cast<const std::byte*>(keys);
+  const auto* value = static_cast<const std::byte*>(values);
+  while (count > 0) {
+    if (layer.tail_tokens == kBlockTokens) {
+      send_tail(*sequence, index);
+      SI_RETURN_IF_ERROR(take_tail(*sequence, layer));
+    }
+    uint64_t some = 0;
+    if (layer.tail_tokens == 0 && count >= kBlockTokens) {
+      some = std::min(count / kBlockTokens, staging_.size() / block_bytes_) * kBlockTokens;
+      SI_RETURN_IF_ERROR(append_blocks(*sequence, index, some, type, key, value));
+    } else {
+      some = std::min<uint64_t>(count, kBlockTokens - layer.tail_tokens);
+      kernels::append_tokens(shape_.block, layer.tail, layer.tail_tokens,
+                             static_cast<uint32_t>(some), type, key, value);
+      layer.tail_tokens += static_cast<uint32_t>(some);
+      if (of_prompt) layer.prompt_tokens = layer.tail_tokens;
+    }
+    const uint64_t bytes =
+        some * shape_.block.kv_heads * shape_.block.head_width * base::data_type_bytes(type);
+    key += bytes;
+    value += bytes;
+    count -= some;
+  }
+  return Status();
+}
+
+Status DeviceStore::save() {
+  for (auto& [id, sequence] : sequences_) {
+    for (uint32_t i = 0; i < sequence.layers.size() && sequence.failed.ok(); ++i) {
+      Layer& layer = sequence.layers[i];
+      if (layer.tail_tokens == kBlockTokens) {
+        send_tail(sequence, i);
+        (void)take_tail(sequence, layer);
+      } else if (layer.prompt_tokens > layer.saved_tokens) {
+        Status appended =
+            run(sequence.device, csd::AppendKeysValues{id, i, layer.blocks * kBlockTokens,
+                                                       layer.tail_tokens, layer.tail});
+        if (appended.ok()) {
+          layer.saved_tokens = layer.tail_tokens;
+        } else {
+          (void)fail(sequence, std::move(appended));
+        }
+      }
+    }
+  }
+  std::deque<Reply> saved(devices_.size());
+  for (size_t d = 0; d < devices_.size(); ++d) submit(d, csd::SaveCache{}, saved[d]);
+  Status first;
+  for (Reply& reply : saved) {
+    if (Status status = wait(reply); !status.ok() && first.ok()) first = std::move(status);
+  }
+  return first;
+}
+
+// ---- Queries.
+
+/// Devices read ahead in the order of the last step, when it is another one than they know.
+void DeviceStore::note_order(uint32_t layer, std::span<const AttendQuery> queries) {
+  if (!queries.empty() && in_order_.contains({layer, queries.front().id})) {
+    if (order_ != known_order_) {
+      for (size_t d = 0; d < devices_.size(); ++d) {
+        csd::AttendOrder message;
+        for (const csd::LayerSequence& one : order_) {
+          const Sequence* sequence = find(one.id);
+          if (sequence != nullptr && sequence->device == d) message.order.push_back(one);
+        }
+        (void)run(d, std::move(message));
+      }
+      known_order_ = order_;
+    }
+    order_.clear();
+    in_order_.clear();
+  }
+  for (const AttendQuery& query : queries) {
+    order_.push_back({layer, query.id});
+    in_order_.emplace(layer, query.id);
+  }
+}
+
+Result<AttendTicket> DeviceStore::begin_attend(uint32_t layer,
+                                               std::span<const AttendQuery> queries) {
+  SI_CHECK(attends_.size() < kAttendsMax, "two attends are under way already");
+  for (const AttendQuery& query : queries) {
+    if (find(query.id) == nullptr) return not_open(query.id);
+  }
+  note_order(layer, queries);
+  Attends& attends = attends_.emplace_back();
+  attends.ticket = next_ticket_++;
+  attends.layer = layer;
+  for (const AttendQuery& query : queries) {
+    begin_query(*find(query.id), layer, query, attends.queries.emplace_back());
+  }
+  return attends.ticket;
+}
+
+void DeviceStore::begin_query(Sequence& sequence, uint32_t index, const AttendQuery& query,
+                              Attending& one) {
+  one.id = query.id;
+  one.query = query.query;
+  one.out = query.out;
+  if (!sequence.failed.ok()) return;
+  const Layer& layer = sequence.layers.at(index);
+  const auto& windows = options_.shape.windows;
+  const uint64_t window = windows.empty() ? 0 : windows[index];
+  const uint64_t tokens = layer.tokens();
+  one.first_token = window == 0 || window >= tokens ? 0 : tokens - window;
+  one.state.resize(shape_.state_floats());
+  const uint64_t on_device = layer.blocks * kBlockTokens;
+  if (one.first_token >= on_device) return kernels::begin_fold(shape_, one.state.data());
+  csd::Attend message;
+  message.id = query.id;
+  message.layer = index;
+  message.first_token = one.first_token;
+  message.end_token = on_device;
+  message.query =
+      std::as_bytes(std::span(query.query, uint64_t{shape_.heads} * shape_.block.head_width));
+  message.state_out = std::as_writable_bytes(std::span(one.state));
+  submit(sequence.device, message, one.reply);
+}
+
+Status DeviceStore::finish_attend(AttendTicket ticket) {
+  const auto attends = std::ranges::find(attends_, ticket, &Attends::ticket);
+  SI_CHECK(attends != attends_.end(), "an attend that was not begun");
+  Status first;
+  for (Attending& one : attends->queries) {
+    if (Status status = finish_query(attends->layer, one); !status.ok() && first.ok()) {
+      first = std::move(status);
+    }
+  }
+  attends_.erase(attends);
+  return first;
+}
+
+Status DeviceStore::finish_query(uint32_t index, Attending& one) {
+  // Also of a sequence that has failed: its memory is not the device's any more.
+  const Status attended = wait(one.reply);
+  Sequence* sequence = find(one.id);
+  if (sequence == nullptr) return not_open(one.id);
+  if (!attended.ok()) return fail(*sequence, attended);
+  SI_RETURN_IF_ERROR(sequence->failed);
+  const Layer& layer = sequence->layers[index];
+  const uint64_t on_device = layer.blocks * kBlockTokens;
+  kernels::FoldRange range;
+  range.first = static_cast<uint32_t>(std::max(one.first_token, on_device) - on_device);
+  range.end = layer.tail_tokens;
+  if (range.first < range.end) {
+    const kernels::FoldQuery query{one.query, one.state.data()};
+    kernels::fold_block(shape_, layer.tail, range, {&query, 1});
+  }
+  kernels::finish_fold(shape_, one.state.data(), one.out);
+  // Beside what the caller computes next.
+  send_tail(*sequence, index);
+  return Status();
+}
+
+}  // namespace
+
+Result<std::unique_ptr<KeyValueStore>> make_device_store(const DeviceSources& sources,
+                                                         DeviceStoreOptions options) {
+  auto store = std::make_unique<DeviceStore>(std::move(options));
+  SI_RETURN_IF_ERROR(store->open_devices(sources));
+  return std::unique_ptr<KeyValueStore>(std::move(store));
+}
+
+}  // namespace smartinf::engine

@@ -215,6 +215,8 @@ TEST_P(StreamedBits, AreThoseOfARunThatKeepsEverything) {
   for (const Overlap overlap : {Overlap::kNone, Overlap::kLate, Overlap::kEarly, Overlap::kAuto}) {
     if (overlap == Overlap::kEarly && setting.durability == storage::Durability::kNone) continue;
     if (overlap != Overlap::kLate && (setting.devices > 3 || setting.measured)) continue;
+    const bool combined = overlap == Overlap::kNone || overlap == Overlap::kAuto;
+    if (combined && !base::test_all()) continue;
     const std::string run = "overlap_" + std::string(base::enum_name(overlap));
     SCOPED_TRACE(run);
     Job streamed_job = job(run, clip_norm, setting.devices);

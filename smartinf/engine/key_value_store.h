@@ -67,6 +67,8 @@ class KeyValueStore {
   virtual base::Status save() { return {}; }
 };
 
+/// Bytes that such a store takes for a sequence.
+uint64_t memory_store_bytes(const KeyValueShape& shape, uint64_t tokens_max);
 /// A store in memory that takes at most memory_bytes for blocks. threads: those that fold, the
 /// caller among them.
 std::unique_ptr<KeyValueStore> make_memory_store(KeyValueShape shape, uint64_t memory_bytes,

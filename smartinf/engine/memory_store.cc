@@ -1,5 +1,6 @@
 // Keys and values in memory.
 #include <algorithm>
+#include <chrono>
 #include <cstring>
 #include <map>
 #include <utility>
@@ -19,6 +20,16 @@ using base::ErrorCode;
 using base::Status;
 using kernels::kCacheBlockTokens;
 
+/// Layers follow on each other faster than a thread is woken.
+constexpr std::chrono::microseconds kAwake(200);
+
+/// Blocks that a layer keeps: those of its window, and the one that is being filled.
+uint64_t places_of(uint64_t window, uint64_t tokens_max) {
+  const uint64_t all = base::divide_up(tokens_max, uint64_t{kCacheBlockTokens});
+  if (window == 0) return all;
+  return std::min(all, base::divide_up(window, uint64_t{kCacheBlockTokens}) + 1);
+}
+
 /// One layer of one sequence. Memory becomes resident as tokens are appended.
 struct LayerBlocks {
   base::AlignedBuffer memory;
@@ -32,7 +43,7 @@ class MemoryStore final : public KeyValueStore {
       : shape_(std::move(shape)),
         block_bytes_(kernels::cache_block_bytes(shape_.attention.block)),
         memory_bytes_(memory_bytes),
-        team_(threads, "si-attend") {
+        team_(threads, "si-attend", kAwake) {
     shape_.windows.resize(shape_.layers, 0);
   }
 
@@ -40,8 +51,7 @@ class MemoryStore final : public KeyValueStore {
     if (sequences_.contains(id)) {
       return {ErrorCode::kAlreadyExists, fmt::format("sequence {} is open", id)};
     }
-    uint64_t needed = 0;
-    for (uint32_t l = 0; l < shape_.layers; ++l) needed += places(l, tokens_max) * block_bytes_;
+    const uint64_t needed = memory_store_bytes(shape_, tokens_max);
     if (needed > memory_bytes_ - used_bytes_) {
       return {
           ErrorCode::kOutOfMemory,
@@ -52,7 +62,7 @@ class MemoryStore final : public KeyValueStore {
     Sequence sequence{.layers = std::vector<LayerBlocks>(shape_.layers), .tokens_max = tokens_max};
     for (uint32_t l = 0; l < shape_.layers; ++l) {
       LayerBlocks& layer = sequence.layers[l];
-      layer.places = places(l, tokens_max);
+      layer.places = places_of(shape_.windows[l], tokens_max);
       if (layer.places == 0) continue;
       SI_ASSIGN_OR_RETURN(layer.memory, base::AlignedBuffer::allocate(layer.places * block_bytes_));
     }
@@ -144,14 +154,6 @@ class MemoryStore final : public KeyValueStore {
     return {ErrorCode::kNotFound, fmt::format("sequence {} is not open", id)};
   }
 
-  /// Blocks that a layer keeps: those of its window, and the one that is being filled.
-  uint64_t places(uint32_t layer, uint64_t tokens_max) const {
-    const uint64_t all = base::divide_up(tokens_max, uint64_t{kCacheBlockTokens});
-    const uint64_t window = shape_.windows[layer];
-    if (window == 0) return all;
-    return std::min(all, base::divide_up(window, uint64_t{kCacheBlockTokens}) + 1);
-  }
-
   std::span<std::byte> block_at(const LayerBlocks& blocks, uint64_t index) const {
     return {blocks.memory.data() + index % blocks.places * block_bytes_, block_bytes_};
   }
@@ -191,6 +193,14 @@ class MemoryStore final : public KeyValueStore {
 };
 
 }  // namespace
+
+uint64_t memory_store_bytes(const KeyValueShape& shape, uint64_t tokens_max) {
+  uint64_t blocks = 0;
+  for (uint32_t l = 0; l < shape.layers; ++l) {
+    blocks += places_of(shape.windows.empty() ? 0 : shape.windows[l], tokens_max);
+  }
+  return blocks * kernels::cache_block_bytes(shape.attention.block);
+}
 
 std::unique_ptr<KeyValueStore> make_memory_store(KeyValueShape shape, uint64_t memory_bytes,
                                                  uint32_t threads) {

@@ -6,6 +6,7 @@
 
 #include "smartinf/base/text.h"
 #include "smartinf/train/decode.h"
+#include "smartinf/train/torch_decoder.h"
 #include "smartinf/train/torch_trainer.h"
 
 namespace smartinf::train {
@@ -148,8 +149,9 @@ Result<std::vector<std::vector<int64_t>>> TorchTrainer::sample(
       options.end_tokens.clear();  // as many passes on each rank, whatever it draws
     }
     Sampled made(of_first.size());
-    decode(weights_.model(), *pass_, weights_.tensor_options(), of_first, options,
-           [&](size_t prompt, int64_t token) { made[prompt].push_back(token); });
+    TorchDecoder decoder(weights_.model(), *pass_, weights_.tensor_options(), options.stop);
+    const auto take = [&](size_t prompt, int64_t token) { made[prompt].push_back(token); };
+    SI_RETURN_IF_ERROR(decode(decoder, of_first, options, take));
     for (std::vector<int64_t>& tokens : made) {
       const auto end = std::ranges::find_first_of(tokens, end_tokens);
       if (end != tokens.end()) tokens.erase(end + 1, tokens.end());

@@ -23,8 +23,10 @@
 #include "smartinf/train/guarded.h"
 #include "smartinf/train/memory_updater.h"
 #include "smartinf/train/parameter_groups.h"
+#include "smartinf/train/row_decoder.h"
 #include "smartinf/train/scalar_type.h"
 #include "smartinf/train/tensor_memory.h"
+#include "smartinf/train/torch_decoder.h"
 
 namespace smartinf::train {
 
@@ -47,19 +49,24 @@ class TorchGenerator final : public Generator {
 
   const ModelSource& source() const override { return source_; }
   TextForm text_form() const override { return train::text_form(options_.options, source_); }
-  Status load(std::span<const uint64_t> tokens) override {
+  Status load(std::span<const uint64_t> tokens) override;
+  Status load(const DecodeNeeds& needs) override {
     return guarded(
-        "load the model", [&] { return load_all(tokens); }, kLess);
+        "load the model", [&] { return load_all(needs); }, kLess);
   }
   std::vector<std::string> describe() const override;
   Status generate(std::span<const std::vector<int64_t>> prompts, const DecodeOptions& options,
                   const TakeToken& take) override {
-    const auto run = [&]() -> Status {
-      decode(*model_, *pass_, weights_options(), prompts, options, take);
-      return Status();
-    };
-    return guarded("generate", run, kLess);
+    SI_ASSIGN_OR_RETURN(const std::unique_ptr<SequenceDecoder> by,
+                        decoder({.store = nullptr, .stop = options.stop}));
+    return decode(*by, prompts, options, take);
   }
+  engine::KeyValueShape key_value_shape() const override {
+    return train::key_value_shape(source_.architecture, type_ == base::DataType::kBf16
+                                                            ? kernels::CacheFormat::kBf16
+                                                            : kernels::CacheFormat::kF32);
+  }
+  Result<std::unique_ptr<SequenceDecoder>> decoder(DecoderOptions options) override;
 
  private:
   bool of_run() const { return !options_.options.train.run.empty(); }
@@ -67,10 +74,14 @@ class TorchGenerator final : public Generator {
   torch::TensorOptions weights_options() const {
     return torch::dtype(scalar_type(type_)).device(accelerator_);
   }
-  Status load_all(std::span<const uint64_t> tokens);
+  uint32_t threads() const {
+    return options_.threads != 0 ? options_.threads
+                                 : std::max(1u, std::thread::hardware_concurrency());
+  }
+  Status load_all(const DecodeNeeds& needs);
   Status open_files();
   Status open_state();
-  Result<plan::InferencePlan> make_plan(std::span<const uint64_t> tokens) const;
+  Result<plan::InferencePlan> make_plan(const DecodeNeeds& needs) const;
   uint64_t buffer_bytes() const;
   Status streams() const;
 
@@ -86,6 +97,7 @@ class TorchGenerator final : public Generator {
   std::vector<model::LoraTarget> targets_;
   plan::ParameterSpace trained_;  // of the run
   uint64_t file_bytes_ = 0;       // of all weights in files
+  uint64_t store_bytes_ = 0;      // of keys and values in memory
   plan::InferencePlan plan_;
   std::unique_ptr<FrozenWeights> files_;
   std::unique_ptr<engine::Updater> updater_;
@@ -152,17 +164,14 @@ uint64_t TorchGenerator::buffer_bytes() const {
   return updater_->memory_bytes();
 }
 
-Result<plan::InferencePlan> TorchGenerator::make_plan(std::span<const uint64_t> tokens) const {
+Result<plan::InferencePlan> TorchGenerator::make_plan(const DecodeNeeds& needs) const {
   const model::Architecture& model = source_.architecture;
   plan::InferenceMemoryInput input;
   input.units = model::make_units(model);
   input.value_bytes = static_cast<uint32_t>(base::data_type_bytes(type_));
   input.adapters = lora() ? trained_.count() : 0;
-  uint64_t longest = 0;
-  for (const uint64_t one : tokens) {
-    input.cache_bytes += KeyValueCache::bytes(model, one, input.value_bytes);
-    longest = std::max(longest, one);
-  }
+  input.cache_bytes = store_bytes_;
+  const uint64_t longest = needs.longest;
   // Memory of the longest prompt, as if all of its tokens were there at once: inputs and results of
   // the largest products, some of the former in f32, and masks and scores where they are made.
   const uint64_t wide = uint64_t{model.mlp_width} * 4 * std::max(1u, model.experts_per_token) +
@@ -174,7 +183,13 @@ Result<plan::InferencePlan> TorchGenerator::make_plan(std::span<const uint64_t> 
   if (model.attention_softcap != 0) {
     input.activation_bytes += 12 * model.heads * longest * longest;
   }
-  input.activation_bytes += 32 * tokens.size() * model.vocabulary;  // logits, and those in order
+  if (accelerator_.is_cpu()) {  // a step's rows, twice as they come and go; logits, and candidates
+    const uint64_t heads = std::min<uint64_t>(needs.sequences, RowDecoder::kHeadRows);
+    input.activation_bytes +=
+        8 * needs.sequences * wide + 4 * heads * model.vocabulary + 16 * model.vocabulary;
+  } else {
+    input.activation_bytes += 32 * needs.sequences * model.vocabulary;
+  }
   const uint64_t resident = engine::resident_memory_bytes();
   constexpr uint64_t kLoadedLater = 96 * base::kMiB;  // as in plan_run()
   input.source_bytes = buffer_bytes();
@@ -196,7 +211,22 @@ Result<plan::InferencePlan> TorchGenerator::make_plan(std::span<const uint64_t> 
   return plan::plan_inference(input);
 }
 
-Status TorchGenerator::load_all(std::span<const uint64_t> tokens) {
+Status TorchGenerator::load(std::span<const uint64_t> tokens) {
+  const auto store_bytes = [&](const engine::KeyValueShape& shape) {
+    uint64_t bytes = 0;
+    for (const uint64_t one : tokens) {
+      bytes += accelerator_.is_cpu()
+                   ? engine::memory_store_bytes(shape, one)
+                   : TensorCache::bytes(source_.architecture, one, base::data_type_bytes(type_));
+    }
+    return bytes;
+  };
+  return load({.sequences = tokens.size(),
+               .longest = *std::ranges::max_element(tokens),
+               .store_bytes = store_bytes});
+}
+
+Status TorchGenerator::load_all(const DecodeNeeds& needs) {
   const Options& options = options_.options;
   const model::Architecture& architecture = source_.architecture;
   SI_ASSIGN_OR_RETURN(const plan::ParameterSpace space, model::make_parameter_space(architecture));
@@ -211,11 +241,11 @@ Status TorchGenerator::load_all(std::span<const uint64_t> tokens) {
     SI_RETURN_IF_ERROR(open_state());
   }
   if (!of_run() || lora()) SI_RETURN_IF_ERROR(open_files());
-  SI_ASSIGN_OR_RETURN(plan_, make_plan(tokens));
+  store_bytes_ = needs.store_bytes(key_value_shape());
+  SI_ASSIGN_OR_RETURN(plan_, make_plan(needs));
 
-  const uint64_t positions = *std::ranges::max_element(tokens);
   model_ = std::make_unique<Model>(architecture, space, weights_options(),
-                                   static_cast<uint32_t>(positions), /*frozen=*/true);
+                                   static_cast<uint32_t>(needs.longest), /*frozen=*/true);
   engine::WeightSource* source = files_.get();
   if (source == nullptr) source = updater_.get();
   stream_ = std::make_unique<LayerStream>(*source, *model_, copies_, type_, plan_.placement);
@@ -228,6 +258,27 @@ Status TorchGenerator::load_all(std::span<const uint64_t> tokens) {
   pass_ = std::make_unique<UnitPass>(*model_, *stream_, adapters_.get(), /*recompute=*/true,
                                      UnitInputs(std::nullopt), std::nullopt);
   return Status();
+}
+
+Result<std::unique_ptr<SequenceDecoder>> TorchGenerator::decoder(DecoderOptions options) {
+  return guarded("begin a decoder", [&]() -> Result<std::unique_ptr<SequenceDecoder>> {
+    if (!accelerator_.is_cpu()) {
+      if (options.store != nullptr) {
+        return Status(ErrorCode::kUnsupported,
+                      "keys and values of a model on an accelerator are in its memory",
+                      "Add --accelerator cpu");
+      }
+      return std::unique_ptr<SequenceDecoder>(std::make_unique<TorchDecoder>(
+          *model_, *pass_, weights_options(), std::move(options.stop)));
+    }
+    std::unique_ptr<engine::KeyValueStore> store = std::move(options.store);
+    if (store == nullptr) {
+      store = engine::make_memory_store(key_value_shape(), store_bytes_, threads());
+    }
+    return std::unique_ptr<SequenceDecoder>(std::make_unique<RowDecoder>(
+        LoadedModel{*model_, *stream_, *pass_, adapters_.get(), type_}, std::move(store),
+        RowDecoder::Options{threads(), options.store_works_beside, std::move(options.stop)}));
+  });
 }
 
 std::vector<std::string> TorchGenerator::describe() const {

@@ -3,18 +3,22 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <span>
+#include <stop_token>
 #include <string>
 #include <vector>
 
 #include "smartinf/base/float_formats.h"
 #include "smartinf/base/status.h"
+#include "smartinf/engine/key_value_store.h"
 #include "smartinf/engine/options.h"
 #include "smartinf/train/model_source.h"
 #include "smartinf/train/options.h"
 #include "smartinf/train/sampling.h"
+#include "smartinf/train/sequence_decoder.h"
 
 namespace smartinf::train {
 
@@ -29,6 +33,14 @@ struct GeneratorOptions {
   uint64_t accelerator_bytes = 0;  // likewise
 };
 
+/// What a generator takes memory for.
+struct DecodeNeeds {
+  uint64_t sequences = 0;  // that it continues at a time
+  uint64_t longest = 0;    // tokens of the longest one, new ones among them
+  /// Host memory that the store of keys and values will take. shape: key_value_shape().
+  std::function<uint64_t(const engine::KeyValueShape& shape)> store_bytes;
+};
+
 /// Threads: one caller. Errors: as values; what torch throws is caught and named.
 class Generator {
  public:
@@ -41,10 +53,12 @@ class Generator {
   virtual TextForm text_form() const = 0;
 
   /// Opens the weights and takes into memory what of them stays there, beside keys and values of
-  /// sequences of so many tokens each. Nothing on the devices changes. Errors: kOutOfMemory with
-  /// what is needed; kNotFound where the run has no state; kBusy while the run is going on; those
-  /// of model::WeightFiles and of the devices.
+  /// sequences of so many tokens each, in memory. Nothing on the devices changes. Errors:
+  /// kOutOfMemory with what is needed; kNotFound where the run has no state; kBusy while the run is
+  /// going on; those of model::WeightFiles and of the devices.
   virtual base::Status load(std::span<const uint64_t> tokens) = 0;
+  /// The same for keys and values in a store that decoder() is given.
+  virtual base::Status load(const DecodeNeeds& needs) = 0;
   /// Lines for people, after load(): model, memory, what every token reads.
   virtual std::vector<std::string> describe() const = 0;
   /// After load(), for sequences that are not longer than it was told: as decode(). What a prompt
@@ -52,6 +66,18 @@ class Generator {
   /// vocabulary. Errors: kCancelled, those of the devices.
   virtual base::Status generate(std::span<const std::vector<int64_t>> prompts,
                                 const DecodeOptions& options, const TakeToken& take) = 0;
+
+  /// After load(): what a store for this model holds, in the type of its weights.
+  virtual engine::KeyValueShape key_value_shape() const = 0;
+  struct DecoderOptions {
+    /// Of key_value_shape(), in any format; null: in memory, as much as load() was told.
+    std::unique_ptr<engine::KeyValueStore> store;
+    bool store_works_beside = false;  // on devices: it attends while the model computes
+    std::stop_token stop;             // ends the call that is under way with kCancelled
+  };
+  /// After load(), which it does not outlive; one at a time. Errors: kUnsupported: a store beside
+  /// an accelerator.
+  virtual base::Result<std::unique_ptr<SequenceDecoder>> decoder(DecoderOptions options) = 0;
 };
 
 }  // namespace smartinf::train

@@ -11,13 +11,24 @@
 
 namespace smartinf::train {
 
-/// Keys and values of one sequence, in every layer; all memory is allocated at once. Layers with a
-/// window keep all of the sequence as well. Threads: one caller.
+/// Keys and values of one sequence, in every layer. Threads: one caller.
 class KeyValueCache {
  public:
+  virtual ~KeyValueCache() = default;
+  /// Tokens of the sequence that all layers have.
+  virtual int64_t tokens() const = 0;
+  /// Puts keys and values of the tokens behind those, [1, K, T, D], into a layer, and makes of them
+  /// those of the whole sequence, [1, K, S, D]: views, until the next call. Errors: StatusError.
+  virtual void extend(uint32_t layer, torch::Tensor& key_BKTD, torch::Tensor& value_BKTD) = 0;
+};
+
+/// Where the model computes; all memory is allocated at once. Layers with a window keep all of the
+/// sequence as well.
+class TensorCache final : public KeyValueCache {
+ public:
   /// tokens_max: of the sequence. weights: their type and device.
-  KeyValueCache(const model::Architecture& model, int64_t tokens_max,
-                const torch::TensorOptions& weights) {
+  TensorCache(const model::Architecture& model, int64_t tokens_max,
+              const torch::TensorOptions& weights) {
     const std::vector<int64_t> sizes{1, int64_t{model.kv_heads}, tokens_max,
                                      int64_t{model.head_width}};
     for (uint32_t layer = 0; layer < model.layers; ++layer) {
@@ -29,11 +40,8 @@ class KeyValueCache {
     return 2 * model.layers * model.kv_width() * tokens_max * value_bytes;
   }
 
-  /// Tokens of the sequence that all layers have.
-  int64_t tokens() const { return tokens_; }
-  /// Puts keys and values of the tokens behind those, [1, K, T, D], into a layer, and makes of them
-  /// those of the whole sequence, [1, K, S, D]: views, until the next call.
-  void extend(uint32_t layer, torch::Tensor& key_BKTD, torch::Tensor& value_BKTD) {
+  int64_t tokens() const override { return tokens_; }
+  void extend(uint32_t layer, torch::Tensor& key_BKTD, torch::Tensor& value_BKTD) override {
     Layer& kept = layers_[layer];
     const int64_t count = key_BKTD.size(2);
     kept.key_BKSD.narrow(2, tokens_, count).copy_(key_BKTD);

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <span>
 #include <stop_token>
 #include <vector>
 
@@ -19,6 +20,9 @@ struct Sampling {
 };
 /// Errors: kInvalidArgument.
 base::Status validate(const Sampling& sampling);
+
+/// logits: [V], V > 0. draw: which of the seed's random numbers is used.
+int64_t choose_token(std::span<const float> logits, const Sampling& sampling, uint64_t draw);
 
 struct DecodeOptions {
   uint64_t tokens = 0;     // new ones, at most

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <exception>
+#include <stop_token>
 #include <utility>
 
 #include "smartinf/base/status.h"
@@ -16,6 +17,10 @@ struct StatusError : std::exception {
 
 inline void throw_if_error(base::Status status) {
   if (!status.ok()) throw StatusError(std::move(status));
+}
+
+inline void throw_if_stopped(const std::stop_token& stop) {
+  if (stop.stop_requested()) throw StatusError({base::ErrorCode::kCancelled, "stopped"});
 }
 
 }  // namespace smartinf::train

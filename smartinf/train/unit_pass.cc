@@ -386,10 +386,21 @@ std::vector<Tensor> UnitPass::next_logits(std::span<const Continued> sequences,
     const int64_t tokens = all_1TC[i].size(1);
     const Tensor h_1C = model_.final_norm(head.weights, all_1TC[i].narrow(1, tokens - 1, 1));
     logits_V.push_back(model_.logits(h_1C, head.matrix_VC)[0]);
-    inputs[i].cache->advance(tokens);
+    sequences[i].cache->advance(tokens);
   }
   release_head();
   return logits_V;
+}
+
+void UnitPass::fill_caches(std::span<const Begun> sequences,
+                           const std::function<void()>& before_unit) {
+  const torch::NoGradGuard no_grad;
+  std::vector<uint32_t> order = forward_order();
+  order.resize(model_.head());
+  stream_.start(std::move(order));
+  std::vector<Input> inputs;
+  for (const auto& [tokens_1T, cache] : sequences) inputs.push_back({tokens_1T, {}, cache});
+  forward_without_gradients(inputs, before_unit);
 }
 
 }  // namespace smartinf::train

@@ -84,7 +84,7 @@ class UnitPass {
   /// A sequence that is continued.
   struct Continued {
     torch::Tensor tokens_1T;  // that its cache does not have yet; int64, on the accelerator
-    KeyValueCache* cache;
+    TensorCache* cache;
   };
   /// Logits of the token that follows each sequence, [V]; the caches get what is new. Each sequence
   /// is computed by itself, so its bits do not depend on the others; weights are brought once for
@@ -92,6 +92,15 @@ class UnitPass {
   /// of no use then.
   std::vector<torch::Tensor> next_logits(std::span<const Continued> sequences,
                                          const std::function<void()>& before_unit);
+  /// Begins sequences: their caches, which are empty, get the keys and values of these tokens.
+  /// Otherwise as next_logits().
+  struct Begun {
+    torch::Tensor tokens_1T;
+    KeyValueCache* cache;
+  };
+  void fill_caches(std::span<const Begun> sequences, const std::function<void()>& before_unit);
+  /// The units in the order in which a forward uses them; with a tied head the embedding again.
+  std::vector<uint32_t> forward_order() const;
 
   /// Sets how many of the units of layers and micro batches go through `saved` in the next passes;
   /// at first all. Which ones follows from the number (is_offloaded).
@@ -124,7 +133,6 @@ class UnitPass {
   Graph graph_of(size_t unit, const UnitWeights& weights, size_t batch);
   Head get_head();
   void release_head();
-  std::vector<uint32_t> forward_order() const;
   /// Input of a forward without gradients.
   struct Input {
     torch::Tensor tokens_BT;

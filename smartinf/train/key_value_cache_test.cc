@@ -1,15 +1,10 @@
-// A sequence in pieces, with keys and values that were kept, beside the whole sequence at once; how
-// tokens are chosen.
-#include "smartinf/train/decode.h"
-
-#include <cmath>
-#include <set>
+// A sequence in pieces, with keys and values that were kept, beside the whole sequence at once.
 #include <string>
 #include <vector>
 
-#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include "smartinf/train/model.h"
 #include "smartinf/train/model_source.h"
 
 namespace smartinf::train {
@@ -83,7 +78,7 @@ TEST(Cache, APieceOfASequenceHasTheLogitsThatItHasInTheWhole) {
     const Tensor whole_TV = model.logits(tokens_1T, nullptr);
     for (const std::vector<int64_t>& pieces :
          {std::vector<int64_t>{9, 1, 1, 6, 3}, {1, 1, 1, 1, 1, 1, 1, 1, 1, 11}}) {
-      KeyValueCache cache(variant.architecture, 20, torch::kFloat32);
+      TensorCache cache(variant.architecture, 20, torch::kFloat32);
       int64_t from = 0;
       for (const int64_t count : pieces) {
         const Tensor piece_TV = model.logits(tokens_1T.narrow(1, from, count), &cache);
@@ -95,35 +90,6 @@ TEST(Cache, APieceOfASequenceHasTheLogitsThatItHasInTheWhole) {
       }
     }
   }
-}
-
-std::set<int64_t> drawn(const Tensor& logits_V, const Sampling& sampling) {
-  std::set<int64_t> tokens;
-  for (uint64_t i = 0; i < 400; ++i) tokens.insert(choose_token(logits_V, sampling, i));
-  return tokens;
-}
-
-TEST(ChooseToken, OnlyTheLikeliestAreDrawn) {
-  const Tensor logits_V = torch::log(torch::tensor({0.1, 0.4, 0.05, 0.3, 0.15}));
-  EXPECT_THAT(drawn(logits_V, {}), testing::ElementsAre(1));
-  EXPECT_THAT(drawn(logits_V, {.temperature = 1}), testing::ElementsAre(0, 1, 2, 3, 4));
-  EXPECT_THAT(drawn(logits_V, {.temperature = 1, .top_k = 2}), testing::ElementsAre(1, 3));
-  EXPECT_THAT(drawn(logits_V, {.temperature = 1, .top_p = 0.75}), testing::ElementsAre(1, 3, 4));
-  EXPECT_THAT(drawn(logits_V, {.temperature = 1, .top_p = 0.65}), testing::ElementsAre(1, 3));
-  EXPECT_THAT(drawn(logits_V, {.temperature = 1, .top_k = 1, .top_p = 0.9}),
-              testing::ElementsAre(1));
-  EXPECT_THAT(drawn(logits_V, {.temperature = 0.01}), testing::ElementsAre(1));
-}
-
-TEST(ChooseToken, TokensAreAsOftenAsTheirShare) {
-  const Tensor logits_V = torch::log(torch::tensor({0.2, 0.5, 0.3}));
-  std::vector<double> shares(3);
-  for (uint64_t i = 0; i < 4000; ++i) {
-    shares[static_cast<size_t>(choose_token(logits_V, {.temperature = 1, .seed = 5}, i))] +=
-        1.0 / 4000;
-  }
-  EXPECT_NEAR(shares[0], 0.2, 0.03);
-  EXPECT_NEAR(shares[1], 0.5, 0.03);
 }
 
 }  // namespace

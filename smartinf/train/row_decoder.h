@@ -1,0 +1,75 @@
+// Continues sequences on CPUs: prompts by torch, one after another, then a token of all sequences
+// in a step that uses each weight once for all of them (row_model.h). Keys and values are in a
+// store, which also attends.
+#pragma once
+
+#include <deque>
+#include <functional>
+#include <memory>
+#include <stop_token>
+#include <vector>
+
+#include "smartinf/engine/key_value_store.h"
+#include "smartinf/train/row_model.h"
+#include "smartinf/train/sequence_decoder.h"
+#include "smartinf/train/unit_pass.h"
+
+namespace smartinf::train {
+
+/// A model that is in memory, or streamed, and outlives who uses it.
+struct LoadedModel {
+  const Model& model;
+  LayerStream& stream;
+  UnitPass& pass;
+  Adapters* adapters;  // or null
+  base::DataType type;
+};
+
+class RowDecoder final : public SequenceDecoder {
+ public:
+  struct Options {
+    uint32_t threads = 1;
+    /// The store works while the model computes: sequences go in two halves, of which one attends
+    /// while the other is computed.
+    bool halves = false;
+    std::stop_token stop;  // ends the call that is under way with kCancelled
+  };
+  RowDecoder(const LoadedModel& loaded, std::unique_ptr<engine::KeyValueStore> store,
+             Options options);
+
+  base::Status admit(std::span<const SequenceInput> sequences) override;
+  base::Status step(const Choose& choose) override;
+  void release(SequenceId id) override;
+  base::Status save() override { return store_->save(); }
+
+  /// Logits are made for so many rows at a time.
+  static constexpr size_t kHeadRows = 64;
+
+ private:
+  struct Sequence {
+    SequenceId id = 0;
+    uint64_t tokens_max = 0;
+    std::deque<int64_t> next;  // that the store does not have yet; all but the last are known ones
+  };
+  base::Status open(const SequenceInput& input);
+  void fill(std::span<const SequenceInput> sequences);
+  void run_pass(std::span<Sequence* const> sequences, const Choose* choose);
+  std::vector<ModelRows> groups_of(std::span<Sequence* const> sequences) const;
+  void run_layer(const RowModel::Layer& layer, std::span<ModelRows> groups);
+  void choose_tokens(std::span<Sequence* const> sequences, std::span<const ModelRows> groups,
+                     const Choose& choose);
+  RowModel::Layer layer_of(size_t unit, const UnitWeights& weights, uint32_t index) const;
+
+  const LoadedModel loaded_;
+  const std::unique_ptr<engine::KeyValueStore> store_;
+  const Options options_;
+  base::ThreadTeam team_;
+  RowModel rows_;
+  std::vector<std::unique_ptr<Sequence>> sequences_;
+};
+
+/// The shape of the stores that a decoder of this model works with.
+engine::KeyValueShape key_value_shape(const model::Architecture& model,
+                                      kernels::CacheFormat format);
+
+}  // namespace smartinf::train

@@ -505,4 +505,14 @@ Result<std::unique_ptr<KeyValueStore>> make_device_store(const DeviceSources& so
   return std::unique_ptr<KeyValueStore>(std::move(store));
 }
 
+Status erase_device_store(const DeviceSources& sources) {
+  for (const auto& source : sources) {
+    const Result<storage::StoreSummary> found = source->summarize();
+    if (found.status().code() == ErrorCode::kNotFound) continue;
+    SI_RETURN_IF_ERROR(found.status());
+    if (is_smallest(found->layout)) SI_RETURN_IF_ERROR(source->erase());
+  }
+  return Status();
+}
+
 }  // namespace smartinf::engine

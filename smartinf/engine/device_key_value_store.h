@@ -34,4 +34,8 @@ struct DeviceStoreOptions {
 base::Result<std::unique_ptr<KeyValueStore>> make_device_store(const DeviceSources& sources,
                                                                DeviceStoreOptions options);
 
+/// Deletes what make_device_store() made there, after the store is closed; the state of a run that
+/// lies beside it stays, and the cache with it. Errors: the sources'.
+base::Status erase_device_store(const DeviceSources& sources);
+
 }  // namespace smartinf::engine

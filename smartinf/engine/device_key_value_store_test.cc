@@ -234,6 +234,12 @@ TEST_P(DeviceStoreTest, BitsAreThoseOfAStoreInMemoryAlsoAfterTheProcessEnds) {
   }
   tokens[4] = 50;
   compare();
+  store_.reset();
+  const Status erased = erase_device_store(sources());
+  ASSERT_TRUE(erased.ok()) << erased.to_string();
+  for (const auto& left : std::filesystem::recursive_directory_iterator(scratch_.path())) {
+    EXPECT_TRUE(left.is_directory() || left.path().filename() == "smartinf.tuning") << left.path();
+  }
 }
 
 TEST_P(DeviceStoreTest, ErrorsAreNamed) {

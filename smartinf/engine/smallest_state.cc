@@ -45,6 +45,11 @@ storage::StoreLayout smallest_layout() {
   return layout;
 }
 
+bool is_smallest(const storage::StoreLayout& layout) {
+  return layout.subgroups.size() == 1 && layout.subgroups.front().count == base::kBlockElements &&
+         layout.description == smallest_layout().description;
+}
+
 Result<std::unique_ptr<csd::Device>> open_or_make_smallest(csd::DeviceSource& source,
                                                            const csd::DeviceShare& share) {
   SI_ASSIGN_OR_RETURN(const auto state, source.peek());

@@ -14,6 +14,8 @@ namespace smartinf::engine {
 /// One block of state, of a new run.
 storage::StoreLayout smallest_layout();
 
+bool is_smallest(const storage::StoreLayout& layout);
+
 /// Opens what is there, whatever run it is of, recovered to its committed step; or makes and
 /// commits a smallest state. Errors: the source's, each naming the device.
 base::Result<std::unique_ptr<csd::Device>> open_or_make_smallest(csd::DeviceSource& source,

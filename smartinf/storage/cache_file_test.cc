@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <filesystem>
 #include <string>
 #include <utility>
 
@@ -11,6 +12,7 @@
 #include "smartinf/base/log.h"
 #include "smartinf/base/test_scratch.h"
 #include "smartinf/base/units.h"
+#include "smartinf/storage/erase.h"
 #include "smartinf/storage/faulty_ring.h"
 #include "smartinf/storage/memory_ring.h"
 
@@ -253,6 +255,8 @@ TEST(CacheFileInADirectory, GrowsAndIsOpenedAgain) {
     EXPECT_EQ((*file)->add(4, 64000).status().code(), ErrorCode::kNoSpace);
     ASSERT_TRUE((*file)->save().ok());
   }
+  ASSERT_TRUE(erase_store(scratch.path().string()).ok());
+  EXPECT_FALSE(std::filesystem::exists(scratch / "smartinf.cache"));
 }
 
 }  // namespace

@@ -58,7 +58,7 @@ Status erase_store(const std::string& path) {
                   base::ErrorPlace{path, {}, {}, 0});
   }
   for (const std::string_view name :
-       {kStateFileName, kCreatingFileName, kSpoolFileName, kLockFileName}) {
+       {kStateFileName, kCreatingFileName, kSpoolFileName, kCacheFileName, kLockFileName}) {
     const std::string file = (directory / name).string();
     if (unlink(file.c_str()) != 0 && errno != ENOENT) {
       return base::errno_status(errno, "cannot delete", file);

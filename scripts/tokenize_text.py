@@ -6,8 +6,9 @@ Usage: tokenize_text.py TOKENIZER < REQUESTS
 TOKENIZER is a model's folder, or a tokenizer.json. REQUESTS is a JSON object on each line, and so is each answer:
   {"encode": TEXT}      {"tokens": [...]}: as transformers' tokenizer does, with the tokens that it puts in front
   {"chat": TEXT}        {"tokens": [...]}: what the folder's chat template makes of it as the user's words
+  {"chat": [...]}       the same of a list of messages
   {"decode": [...]}     {"text": TEXT}: without the tokenizer's special tokens
-An answer {"error": TEXT} says why there is none, or why there will be none at all.
+An answer {"error": TEXT} says why there is none; with "ended": true there will be none any more.
 """
 import json
 import signal
@@ -23,9 +24,10 @@ class Answers:
     def encode(self, text):
         return {"tokens": self.tokenizer.encode(text, add_special_tokens=True)[0]}
 
-    def chat(self, text):
+    def chat(self, words):
         self.tokenizer.chat_template()
-        text = self.tokenizer.render([{"role": "user", "content": text}], add_generation_prompt=True)
+        messages = words if isinstance(words, list) else [{"role": "user", "content": words}]
+        text = self.tokenizer.render(messages, add_generation_prompt=True)
         return {"tokens": self.tokenizer.encode(text, add_special_tokens=False)[0]}
 
     def decode(self, tokens):
@@ -33,7 +35,7 @@ class Answers:
 
 
 def fail(why):
-    print(json.dumps({"error": why}), flush=True)
+    print(json.dumps({"error": why, "ended": True}), flush=True)
     return 1
 
 

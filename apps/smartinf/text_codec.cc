@@ -34,12 +34,22 @@ Result<Json> TextCodec::ask(const Json& request) {
     Json answer = Json::parse(*line, nullptr, /*allow_exceptions=*/false);
     if (answer.is_object() && !answer.contains("error")) return answer;
     if (answer.is_object()) {
-      return Status(ErrorCode::kFailedPrecondition,
-                    "the tokenizer: " + answer["error"].get<std::string>());
+      return Status(
+          answer.contains("ended") ? ErrorCode::kFailedPrecondition : ErrorCode::kInvalidArgument,
+          "the tokenizer: " + answer["error"].get<std::string>());
     }
   }
   return Status(ErrorCode::kFailedPrecondition, "the tokenizer does not run",
                 "See what Python says above");
+}
+
+Result<std::vector<int64_t>> TextCodec::encode_messages(const Json& messages) {
+  if (!script_) {
+    return Status(ErrorCode::kInvalidArgument, "the model has no chat template",
+                  "Give prompts that are no messages");
+  }
+  SI_ASSIGN_OR_RETURN(const Json answer, ask({{"chat", messages}}));
+  return answer.at("tokens").get<std::vector<int64_t>>();
 }
 
 Result<std::vector<int64_t>> TextCodec::encode(const std::string& text, bool chat) {
@@ -67,6 +77,16 @@ Result<std::string> TextCodec::decode(std::span<const int64_t> tokens) {
     if (token != train::kByteSeparator) text += static_cast<char>(token);
   }
   return text;
+}
+
+Result<std::string> TextCodec::continuation(std::span<const int64_t> prompt,
+                                            std::span<const int64_t> made) {
+  SI_ASSIGN_OR_RETURN(const std::string before, decode(prompt));
+  std::vector<int64_t> all(prompt.begin(), prompt.end());
+  all.insert(all.end(), made.begin(), made.end());
+  SI_ASSIGN_OR_RETURN(std::string text, decode(all));
+  if (text.starts_with(before)) return text.substr(before.size());
+  return decode(made);
 }
 
 }  // namespace smartinf::apps

@@ -23,11 +23,19 @@ class TextCodec {
   /// is no Python.
   static base::Result<TextCodec> open(const train::TextForm& form);
 
-  /// chat: as the user's words in the model's chat template. Errors: kFailedPrecondition where the
-  /// tokenizer refuses it, or does not run: then Python has said why.
+  // Errors of all: kInvalidArgument for what the tokenizer or its template refuses;
+  // kFailedPrecondition where the tokenizer does not run any more: where the error does not say
+  // why, Python has said it.
+  /// chat: as the user's words in the model's chat template.
   base::Result<std::vector<int64_t>> encode(const std::string& text, bool chat = false);
+  /// A list of messages in the model's chat template.
+  base::Result<std::vector<int64_t>> encode_messages(const nlohmann::json& messages);
   /// Without special tokens. Where the last character is not complete yet it may be U+FFFD.
   base::Result<std::string> decode(std::span<const int64_t> tokens);
+  /// The text that `made` adds behind a prompt: as much of the whole text as begins where the
+  /// prompt's ends, for some tokenizers write a token otherwise where a text begins.
+  base::Result<std::string> continuation(std::span<const int64_t> prompt,
+                                         std::span<const int64_t> made);
 
  private:
   explicit TextCodec(std::optional<PythonScript> script) : script_(std::move(script)) {}

@@ -24,6 +24,7 @@
 #include "smartinf/train/memory_updater.h"
 #include "smartinf/train/parameter_groups.h"
 #include "smartinf/train/row_decoder.h"
+#include "smartinf/train/run_folder.h"
 #include "smartinf/train/scalar_type.h"
 #include "smartinf/train/tensor_memory.h"
 #include "smartinf/train/torch_decoder.h"
@@ -55,6 +56,8 @@ class TorchGenerator final : public Generator {
         "load the model", [&] { return load_all(needs); }, kLess);
   }
   std::vector<std::string> describe() const override;
+  Result<std::vector<std::pair<std::string, std::string>>> identity(
+      const Progress& progress) const override;
   Status generate(std::span<const std::vector<int64_t>> prompts, const DecodeOptions& options,
                   const TakeToken& take) override {
     SI_ASSIGN_OR_RETURN(const std::unique_ptr<SequenceDecoder> by,
@@ -279,6 +282,27 @@ Result<std::unique_ptr<SequenceDecoder>> TorchGenerator::decoder(DecoderOptions 
         LoadedModel{*model_, *stream_, *pass_, adapters_.get(), type_}, std::move(store),
         RowDecoder::Options{threads(), options.store_works_beside, std::move(options.stop)}));
   });
+}
+
+Result<std::vector<std::pair<std::string, std::string>>> TorchGenerator::identity(
+    const Progress& progress) const {
+  std::string weights;
+  if (of_run()) {
+    const std::string& folder = options_.options.train.run;
+    SI_ASSIGN_OR_RETURN(const std::optional<RunRecord> record, read_run_record(folder));
+    weights = fmt::format("step {} of {}", updater_->committed_step(),
+                          record ? record->run : std::filesystem::absolute(folder).string());
+  } else {
+    SI_ASSIGN_OR_RETURN(
+        const model::WeightFiles files,
+        model::WeightFiles::open(options_.options.model.from, source_.architecture));
+    SI_ASSIGN_OR_RETURN(const uint64_t digest, files.digest(progress));
+    weights = fmt::format("{:016x}", digest);
+  }
+  return std::vector<std::pair<std::string, std::string>>{
+      {of_run() ? "the run" : "the digest of the weights", std::move(weights)},
+      {"--type", std::string(base::enum_name(type_))},
+      {"--accelerator", accelerator_.is_cpu() ? "cpu" : "cuda"}};
 }
 
 std::vector<std::string> TorchGenerator::describe() const {

@@ -9,6 +9,7 @@
 #include <span>
 #include <stop_token>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "smartinf/base/float_formats.h"
@@ -61,6 +62,11 @@ class Generator {
   virtual base::Status load(const DecodeNeeds& needs) = 0;
   /// Lines for people, after load(): model, memory, what every token reads.
   virtual std::vector<std::string> describe() const = 0;
+  /// After load(): what the tokens behind a prompt follow from beside it, each by a name for
+  /// people. Reads all weights of a folder; progress: of bytes, its failure ends it.
+  using Progress = std::function<base::Status(uint64_t done, uint64_t total)>;
+  virtual base::Result<std::vector<std::pair<std::string, std::string>>> identity(
+      const Progress& progress) const = 0;
   /// After load(), for sequences that are not longer than it was told: as decode(). What a prompt
   /// is continued with does not depend on the other ones. prompts: not empty, tokens below the
   /// vocabulary. Errors: kCancelled, those of the devices.

@@ -11,6 +11,7 @@
 #include "smartinf/train/generator.h"
 
 #include "apps/smartinf/commands.h"
+#include "apps/smartinf/generate_flags.h"
 #include "apps/smartinf/interrupt.h"
 #include "apps/smartinf/state_places.h"
 #include "apps/smartinf/text_codec.h"
@@ -23,24 +24,6 @@ using base::Result;
 using base::Status;
 using Tokens = std::vector<int64_t>;
 
-struct GenerateFlags {
-  std::string from;
-  std::vector<std::string> prompts;
-  std::vector<std::string> prompt_tokens;
-  std::string checkpoint;
-  bool chat = false;
-  uint64_t tokens = 128;
-  uint64_t samples = 1;
-  train::Sampling sampling;
-  std::string memory;
-  std::string accelerator_memory;
-  std::string accelerator = "auto";
-  uint32_t threads = 0;
-  std::string type;
-  std::vector<std::string> ignored_keys;
-  bool json = false;
-};
-
 Status wrong(std::string what, std::string advice) {
   return Status(ErrorCode::kInvalidArgument, std::move(what), std::move(advice));
 }
@@ -52,7 +35,9 @@ Result<uint64_t> bytes_of(const char* flag, const std::string& text) {
   return bytes;
 }
 
-Result<train::GeneratorOptions> options_of(const GenerateFlags& flags) {
+}  // namespace
+
+Result<train::GeneratorOptions> generator_options(const GenerateFlags& flags) {
   train::GeneratorOptions options;
   if (is_run_folder(flags.from)) {
     SI_ASSIGN_OR_RETURN(config::LoadedRecipe loaded, load_run(flags.from));
@@ -74,6 +59,8 @@ Result<train::GeneratorOptions> options_of(const GenerateFlags& flags) {
                       bytes_of("--accelerator-memory", flags.accelerator_memory));
   return options;
 }
+
+namespace {
 
 /// "1,2,3".
 Result<Tokens> numbers_of(const std::string& text) {
@@ -138,7 +125,7 @@ class Generation {
       : flags_(flags), numbers_(!flags.prompt_tokens.empty()) {}
 
   Status open() {
-    SI_ASSIGN_OR_RETURN(train::GeneratorOptions options, options_of(flags_));
+    SI_ASSIGN_OR_RETURN(train::GeneratorOptions options, generator_options(flags_));
     SI_ASSIGN_OR_RETURN(generator_, train::Generator::open(std::move(options)));
     const model::Architecture& model = generator_->source().architecture;
     if (!numbers_) {
@@ -233,17 +220,6 @@ class Generation {
     return prompts_[i].size() + tokens >= options.positions ? "positions" : "interrupt";
   }
 
-  /// The text made behind a prompt: as much of the whole text as begins where the prompt's ends,
-  /// for some tokenizers write a token otherwise where a text begins.
-  Result<std::string> new_text(size_t i) {
-    Tokens all = prompts_[i];
-    SI_ASSIGN_OR_RETURN(const std::string before, codec_->decode(all));
-    all.insert(all.end(), made_[i].begin(), made_[i].end());
-    SI_ASSIGN_OR_RETURN(std::string text, codec_->decode(all));
-    if (text.starts_with(before)) return text.substr(before.size());
-    return codec_->decode(made_[i]);
-  }
-
   Status show_all(const train::DecodeOptions& options) {
     for (size_t i = 0; i < shown_.size(); ++i) {
       if (!flags_.json) {
@@ -259,7 +235,7 @@ class Generation {
           {"prompt_tokens", prompts_[i]}, {"tokens", made_[i]}, {"stop", stop_of(i, options)}};
       if (flags_.samples > 1) line["sample"] = sample_ + 1;
       if (!numbers_) {
-        SI_ASSIGN_OR_RETURN(line["text"], new_text(i));
+        SI_ASSIGN_OR_RETURN(line["text"], codec_->continuation(prompts_[i], made_[i]));
       }
       fmt::print("{}\n", line.dump(-1, ' ', false, Json::error_handler_t::replace));
     }
@@ -281,6 +257,11 @@ class Generation {
 };
 
 int run_generate(const GenerateFlags& flags) {
+  if (!flags.batch.empty()) return run_batch(flags);
+  if (!flags.out.empty() || flags.fresh || flags.keep) {
+    return report(wrong("--out, --fresh and --keep are of a file of prompts", "Add --batch FILE."),
+                  kExitUsage);
+  }
   if (flags.prompts.empty() == flags.prompt_tokens.empty()) {
     return report(wrong(flags.prompts.empty() ? "there is no prompt"
                                               : "--prompt and --prompt-tokens are both given",
@@ -303,6 +284,46 @@ int run_generate(const GenerateFlags& flags) {
   if (status.ok()) status = generation.run(interrupt.token());
   if (status.ok()) return kExitDone;
   return report(status, status.code() == ErrorCode::kInvalidArgument ? kExitUsage : kExitFailed);
+}
+
+void add_batch_flags(CLI::App& command, GenerateFlags& flags) {
+  constexpr const char* kGroup = "A file of prompts";
+  command
+      .add_option(
+          "--batch", flags.batch,
+          "File of prompts to answer many at once, a JSON object on each line: a request "
+          "in OpenAI's batch form, or {\"id\", \"prompt\" | \"messages\" | \"tokens\", "
+          "\"max_tokens\", \"temperature\", \"top_p\", \"top_k\", \"seed\", \"stop\"}. What "
+          "a line leaves out the other flags say. Run again, the command goes on where it "
+          "was interrupted")
+      ->type_name("FILE")
+      ->group(kGroup);
+  command
+      .add_option("--out", flags.out,
+                  "File that the answers are written to as they are ready; FILE.journal beside it "
+                  "is what an interrupted job goes on from")
+      ->type_name("FILE")
+      ->group(kGroup);
+  command
+      .add_option("--sequences", flags.sequences,
+                  "Largest number of prompts that are answered at once; fewer where there is no "
+                  "memory for their keys and values [64]")
+      ->check(CLI::Range(uint64_t{1}, uint64_t{1} << 16))
+      ->type_name("N")
+      ->group(kGroup);
+  command
+      .add_option("--save-every", flags.save_every_s,
+                  "Time of which a power cut takes the tokens, at most; a kill takes none [60s]")
+      ->transform(
+          CLI::AsNumberWithUnit(std::map<std::string, double>{{"s", 1}, {"min", 60}, {"h", 3600}},
+                                CLI::AsNumberWithUnit::CASE_SENSITIVE))
+      ->type_name("TIME")
+      ->group(kGroup);
+  command
+      .add_flag("--fresh", flags.fresh,
+                "Start over: delete the answers and the journal that are there")
+      ->group(kGroup);
+  command.add_flag("--keep", flags.keep, "Keep the journal when all is answered")->group(kGroup);
 }
 
 }  // namespace
@@ -384,14 +405,17 @@ void add_generate(CLI::App& app, Run& run) {
       ->type_name("LIST");
   command->add_flag("--json", flags->json,
                     "Print one JSON object for each prompt: its tokens, the new ones, their text, "
-                    "and what stopped it (end, tokens, positions, interrupt)");
+                    "and what stopped it (end, tokens, positions, interrupt); with --batch one now "
+                    "and then that says how far the job has come");
+  add_batch_flags(*command, *flags);
   command->footer(
       "Text becomes tokens by the tokenizer in the model's folder, for which python3 needs the\n"
       "packages tokenizers and transformers; SMARTINF_PYTHON names another Python.\n\n"
       "Examples:\n"
       "  smartinf generate runs/quickstart --prompt 'def main' --temperature 0.7\n"
       "  smartinf generate models/mine --prompt 'Once' --prompt 'Never' --tokens 50\n"
-      "  smartinf generate runs/chat --chat --prompt 'Who are you?' --memory 8GB");
+      "  smartinf generate runs/chat --chat --prompt 'Who are you?' --memory 8GB\n"
+      "  smartinf generate models/mine --batch prompts.jsonl --out answers.jsonl");
   command->callback([flags, &run] { run = [flags] { return run_generate(*flags); }; });
 }
 

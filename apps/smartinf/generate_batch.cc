@@ -1,0 +1,283 @@
+// smartinf generate --batch: answers a file of prompts; run again, it goes on.
+#include <algorithm>
+#include <memory>
+#include <optional>
+#include <utility>
+
+#include <fmt/format.h>
+#include <nlohmann/json.hpp>
+
+#include "smartinf/base/checksum.h"
+#include "smartinf/base/clock.h"
+#include "smartinf/base/enum_names.h"
+#include "smartinf/base/file.h"
+#include "smartinf/base/units.h"
+#include "smartinf/engine/key_value_store.h"
+#include "smartinf/engine/memory.h"
+#include "smartinf/model/architecture.h"
+#include "smartinf/train/batch/batch_job.h"
+
+#include "apps/smartinf/commands.h"
+#include "apps/smartinf/generate_flags.h"
+#include "apps/smartinf/interrupt.h"
+#include "apps/smartinf/progress.h"
+#include "apps/smartinf/text_codec.h"
+
+namespace smartinf::apps {
+namespace {
+
+using base::ErrorCode;
+using base::Result;
+using base::Status;
+using train::BatchProgress;
+
+/// One tokenizer for the whole job, or the next one where a text has ended it.
+class LineCoder final : public train::TextCoder {
+ public:
+  LineCoder(train::TextForm form, bool chat) : form_(std::move(form)), chat_(chat) {}
+
+  Status open() {
+    SI_ASSIGN_OR_RETURN(codec_, TextCodec::open(form_));
+    // Only one that answers has started.
+    const Status answers = codec_->encode("a").status();
+    return answers.code() == ErrorCode::kFailedPrecondition ? answers : Status();
+  }
+
+  Result<std::vector<int64_t>> encode(const train::PromptLine& line) override {
+    Result<std::vector<int64_t>> tokens =
+        line.messages.empty() ? codec_->encode(line.text, chat_)
+                              : codec_->encode_messages(nlohmann::json::parse(line.messages));
+    if (tokens.status().code() != ErrorCode::kFailedPrecondition) return tokens;
+    SI_RETURN_IF_ERROR(open());
+    return Status(ErrorCode::kInvalidArgument, std::move(tokens).status().what());
+  }
+  Result<std::string> decode(std::span<const int64_t> tokens) override {
+    return codec_->decode(tokens);
+  }
+  Result<std::string> continuation(std::span<const int64_t> prompt,
+                                   std::span<const int64_t> made) override {
+    return codec_->continuation(prompt, made);
+  }
+
+ private:
+  train::TextForm form_;
+  bool chat_;
+  std::optional<TextCodec> codec_;
+};
+
+/// What all of a tokenizer's files say.
+Result<uint64_t> tokenizer_digest(const train::TextForm& form) {
+  uint64_t digest = 0;
+  const auto add = [&](std::string_view text) {
+    digest = base::checksum(std::as_bytes(std::span(text)), digest + 1);
+  };
+  if (form.tokenizer.empty()) return digest;
+  if (form.tokenizer.ends_with(".json")) {
+    SI_ASSIGN_OR_RETURN(const std::string text,
+                        base::read_text_file(form.tokenizer, "cannot read the tokenizer",
+                                             train::kTokenizerBytesMax));
+    add(text);
+    return digest;
+  }
+  SI_ASSIGN_OR_RETURN(const train::TextFiles files, train::read_model_files(form.tokenizer));
+  for (const auto& [name, text] : files) {
+    add(name);
+    add(text);
+  }
+  return digest;
+}
+
+// What a job says while it runs: for people on standard error, or as JSON lines.
+class BatchScreen {
+ public:
+  BatchScreen(bool json, const std::stop_token& stop) : json_(json), bar_("", stop) {}
+
+  void note(const std::string& line) {
+    if (!json_) fmt::print(stderr, "{}\n", line);
+  }
+  void show(const BatchProgress& progress) {
+    last_ = progress;
+    if (!json_) {
+      bar_.rename(text_of(progress));
+      (void)bar_(progress.answered, progress.prompts);  // the job heeds the stop itself
+    } else if (base::seconds_since(shown_ns_) >= kJsonSeconds) {
+      print_json();
+    }
+  }
+  void end(bool done) {
+    if (json_) return print_json();
+    bar_.clear();
+    note(text_of(last_) + (done ? "" : "; the same command goes on from here"));
+  }
+
+ private:
+  static constexpr double kJsonSeconds = 10;
+
+  static double rate(uint64_t tokens, double seconds) {
+    return static_cast<double>(tokens) / std::max(seconds, 1e-9);
+  }
+  std::string text_of(const BatchProgress& progress) const {
+    std::string text = fmt::format("{} of {} answered", progress.answered, progress.prompts);
+    if (progress.refused > 0) text += fmt::format(", {} with an error", progress.refused);
+    if (progress.active > 0) text += fmt::format(", {} at once", progress.active);
+    if (progress.tokens > 0) {
+      text += fmt::format(", {:.3g} tokens/s", rate(progress.tokens, progress.token_seconds));
+    }
+    if (progress.prompt_tokens > 0) {
+      text += fmt::format(", prompts {:.3g} tokens/s",
+                          rate(progress.prompt_tokens, progress.prompt_seconds));
+    }
+    return text;
+  }
+  void print_json() {
+    shown_ns_ = base::now_ns();
+    fmt::print("{}\n", nlohmann::ordered_json{{"answered", last_.answered},
+                                              {"prompts", last_.prompts},
+                                              {"refused", last_.refused},
+                                              {"active", last_.active},
+                                              {"tokens", last_.tokens},
+                                              {"token_seconds", last_.token_seconds},
+                                              {"prompt_tokens", last_.prompt_tokens},
+                                              {"prompt_seconds", last_.prompt_seconds}}
+                           .dump());
+    std::fflush(stdout);
+  }
+
+  bool json_;
+  Progress bar_;
+  uint64_t shown_ns_ = base::now_ns();
+  BatchProgress last_;
+};
+
+Status check_flags(const GenerateFlags& flags) {
+  if (flags.out.empty()) {
+    return Status(ErrorCode::kInvalidArgument, "there is no file for the answers",
+                  "Add --out answers.jsonl");
+  }
+  if (!flags.prompts.empty() || !flags.prompt_tokens.empty() || flags.samples != 1) {
+    return Status(ErrorCode::kInvalidArgument,
+                  "--batch is given together with --prompt, --prompt-tokens or --samples",
+                  "Put all prompts into the file, a line for each text that is wanted");
+  }
+  return train::validate(flags.sampling);
+}
+
+class Batch {
+ public:
+  Batch(const GenerateFlags& flags, std::stop_token stop)
+      : flags_(flags), stop_(std::move(stop)), screen_(flags.json, stop_) {}
+
+  Status run() {
+    SI_ASSIGN_OR_RETURN(files_, train::JobFiles::lock(flags_.out, flags_.fresh));
+    SI_ASSIGN_OR_RETURN(prompts_,
+                        train::BatchPrompts::open(flags_.batch, {flags_.tokens, flags_.sampling}));
+    SI_ASSIGN_OR_RETURN(train::GeneratorOptions options, generator_options(flags_));
+    host_bytes_ = options.host_bytes;
+    SI_ASSIGN_OR_RETURN(generator_, train::Generator::open(std::move(options)));
+    const train::ModelSource& source = generator_->source();
+    LineCoder coder(generator_->text_form(), flags_.chat);
+    if (prompts_->needs_text) SI_RETURN_IF_ERROR(coder.open());
+    SI_ASSIGN_OR_RETURN(const uint64_t longest,
+                        train::longest_sequence(*prompts_, &coder, source.architecture.positions));
+    SI_ASSIGN_OR_RETURN(const std::unique_ptr<train::SequenceDecoder> decoder,
+                        open_decoder(longest));
+    SI_ASSIGN_OR_RETURN(const train::JobIdentity identity, identity_of());
+    SI_RETURN_IF_ERROR(files_->start(identity, prompts_->file->lines()));
+    describe();
+
+    train::BatchOptions job;
+    job.vocabulary = source.architecture.vocabulary;
+    job.positions = source.architecture.positions;
+    job.longest = longest;
+    job.end_tokens = source.end_tokens;
+    job.sequences = flags_.sequences;
+    job.save_every_s = flags_.save_every_s;
+    job.keep_journal = flags_.keep;
+    job.stop = stop_;
+    const Status ran = train::BatchJob(*prompts_, *files_, &coder, *decoder, job)
+                           .run([&](const BatchProgress& progress) { screen_.show(progress); });
+    screen_.end(ran.ok());
+    return ran;
+  }
+
+ private:
+  Result<std::unique_ptr<train::SequenceDecoder>> open_decoder(uint64_t longest) {
+    const uint64_t sequences = std::clamp<uint64_t>(prompts_->prompts, 1, flags_.sequences);
+    const auto bytes = [&](const engine::KeyValueShape& shape) {
+      const uint64_t one = engine::memory_store_bytes(shape, std::max<uint64_t>(longest, 1));
+      const uint64_t taken = std::clamp(room_beside_weights(shape), one, sequences * one);
+      room_ = fmt::format("keys and values: {} for {} sequences at once, of up to {} tokens",
+                          base::format_bytes(taken), taken / one, longest);
+      return taken;
+    };
+    SI_RETURN_IF_ERROR(generator_->load(
+        {.sequences = sequences, .longest = std::max<uint64_t>(longest, 1), .store_bytes = bytes}));
+    return generator_->decoder({.store = nullptr, .store_works_beside = false, .stop = stop_});
+  }
+
+  /// A quarter of all where the weights do not fit, and are read for each step.
+  uint64_t room_beside_weights(const engine::KeyValueShape& shape) const {
+    const uint64_t value_bytes = shape.attention.block.format == kernels::CacheFormat::kF32 ? 4 : 2;
+    const uint64_t weights =
+        value_bytes * model::make_units(generator_->source().architecture).back().end();
+    const uint64_t resident = engine::resident_memory_bytes();
+    const uint64_t limit =
+        host_bytes_ != 0 ? host_bytes_ : resident + engine::available_memory_bytes();
+    const uint64_t room = limit - std::min(limit, resident + weights);
+    return room > limit / 4 ? room / 4 * 3 : limit / 4;
+  }
+
+  Result<train::JobIdentity> identity_of() {
+    Progress progress("reading the weights", stop_);
+    SI_ASSIGN_OR_RETURN(
+        train::JobIdentity identity,
+        generator_->identity([&](uint64_t done, uint64_t total) { return progress(done, total); }));
+    SI_ASSIGN_OR_RETURN(const uint64_t tokenizer, tokenizer_digest(generator_->text_form()));
+    const auto add = [&](const char* name, const auto& value) {
+      identity.emplace_back(name, fmt::format("{}", value));
+    };
+    add("the digest of the prompts", fmt::format("{:016x}", prompts_->file->digest()));
+    add("the digest of the tokenizer", fmt::format("{:016x}", tokenizer));
+    add("end tokens", fmt::format("{}", fmt::join(generator_->source().end_tokens, ",")));
+    add("--tokens", flags_.tokens);
+    add("--temperature", flags_.sampling.temperature);
+    add("--top-k", flags_.sampling.top_k);
+    add("--top-p", flags_.sampling.top_p);
+    add("--seed", flags_.sampling.seed);
+    add("--chat", flags_.chat);
+    return identity;
+  }
+
+  void describe() {
+    for (const std::string& line : generator_->describe()) screen_.note(line);
+    screen_.note(fmt::format(
+        "prompts: {} in {}{}", prompts_->prompts, flags_.batch,
+        prompts_->wrong == 0 ? "" : fmt::format(", of which {} cannot be used", prompts_->wrong)));
+    for (const std::string& notice : files_->notices()) screen_.note("answers: " + notice);
+    if (files_->answers() > 0 || files_->begun() > 0) {
+      screen_.note(fmt::format("answers: goes on behind {}, and inside {} more", files_->answers(),
+                               files_->begun()));
+    }
+  }
+
+  const GenerateFlags& flags_;
+  const std::stop_token stop_;
+  BatchScreen screen_;
+  uint64_t host_bytes_ = 0;  // 0: what is free
+  std::string room_;         // for people
+  std::unique_ptr<train::JobFiles> files_;
+  std::optional<train::BatchPrompts> prompts_;
+  std::unique_ptr<train::Generator> generator_;
+};
+
+}  // namespace
+
+int run_batch(const GenerateFlags& flags) {
+  if (const Status status = check_flags(flags); !status.ok()) return report(status, kExitUsage);
+  const Interrupt interrupt("saving; press Ctrl-C again to stop at once");
+  const Status status = Batch(flags, interrupt.token()).run();
+  if (status.ok()) return kExitDone;
+  return report(status, status.code() == ErrorCode::kInvalidArgument ? kExitUsage : kExitFailed);
+}
+
+}  // namespace smartinf::apps

@@ -1,0 +1,45 @@
+// The flags of smartinf generate.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "smartinf/base/status.h"
+#include "smartinf/train/generator.h"
+#include "smartinf/train/sampling.h"
+
+namespace smartinf::apps {
+
+struct GenerateFlags {
+  std::string from;
+  std::vector<std::string> prompts;
+  std::vector<std::string> prompt_tokens;
+  std::string checkpoint;
+  bool chat = false;
+  uint64_t tokens = 128;
+  uint64_t samples = 1;
+  train::Sampling sampling;
+  std::string memory;
+  std::string accelerator_memory;
+  std::string accelerator = "auto";
+  uint32_t threads = 0;
+  std::string type;
+  std::vector<std::string> ignored_keys;
+  bool json = false;
+  // Of a batch.
+  std::string batch;
+  std::string out;
+  uint64_t sequences = 64;
+  double save_every_s = 60;
+  bool fresh = false;
+  bool keep = false;
+};
+
+/// The model of a run or a folder, and the memory that it may take.
+base::Result<train::GeneratorOptions> generator_options(const GenerateFlags& flags);
+
+/// smartinf generate --batch; returns an exit code.
+int run_batch(const GenerateFlags& flags);
+
+}  // namespace smartinf::apps

@@ -1,0 +1,168 @@
+"""Files of prompts answered by `smartinf generate --batch`: the tokens of prompts alone, one answer for each line,
+whatever is killed in between.
+
+Usage: generate_batch_test.py SMARTINF
+"""
+import json
+import os
+import pathlib
+import random
+import signal
+import subprocess
+import sys
+import time
+import unittest
+
+from small_models import COMMON, CONFIGS, make, make_tokenizer
+from train_runs import ALL, SMARTINF, StreamCase
+
+ENVIRONMENT = {**os.environ, "SMARTINF_PYTHON": sys.executable}
+
+
+class GenerateBatch(StreamCase):
+    def make_model(self, **keys):
+        folder = self.folder / "model"
+        make(CONFIGS["llama"].__class__(**dict(COMMON, vocab_size=301, max_position_embeddings=2048, **keys)), folder)
+        return folder
+
+    def prompts(self, lines, name="prompts.jsonl"):
+        path = self.folder / name
+        path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+        return path
+
+    def command(self, model, prompts, *words, out="answers.jsonl"):
+        return [SMARTINF, "generate", str(model), "--threads", "1", "--batch", str(prompts), "--out",
+                str(self.folder / out), *map(str, words)]
+
+    def run_batch(self, *arguments, code=0, **options):
+        done = subprocess.run(self.command(*arguments, **options), capture_output=True, text=True, timeout=300,
+                              check=False, env=ENVIRONMENT)
+        self.assertEqual(done.returncode, code, done.stdout[-2000:] + done.stderr[-2000:])
+        return done.stderr
+
+    def answers(self, out="answers.jsonl"):
+        return sorted((self.folder / out).read_bytes().splitlines())
+
+    def by_id(self):
+        rows = [json.loads(line) for line in self.answers()]
+        return {row.get("custom_id", row.get("id")): row for row in rows}
+
+    def alone(self, model, *words):
+        done = subprocess.run([SMARTINF, "generate", str(model), "--threads", "1", "--json", *map(str, words)],
+                              capture_output=True, text=True, timeout=300, check=True, env=ENVIRONMENT)
+        return [json.loads(line) for line in done.stdout.splitlines()]
+
+    def test_each_line_is_answered_as_alone(self):
+        model = self.make_model()
+        fast = make_tokenizer(model, self.corpus)
+        chat = {"model": "any", "messages": [{"role": "user", "content": "if"}], "max_tokens": 6}
+        request = {"custom_id": "c", "method": "POST", "url": "/v1/chat/completions", "body": chat}
+        completion = {"custom_id": "t", "method": "POST", "url": "/v1/completions",
+                      "body": {"prompt": "def value(", "max_tokens": 12}}
+        prompts = self.prompts([
+            {"id": "a", "prompt": "def value(index):", "max_tokens": 12},
+            {"id": "b", "tokens": [5, 6, 7], "max_tokens": 12},
+            {"id": "drawn", "tokens": [5, 6, 7], "max_tokens": 12, "temperature": 1.5, "seed": 4},
+            {"id": "own seed", "tokens": [5, 6, 7], "max_tokens": 12, "temperature": 1.5},
+            request, completion, "", "{", {"id": "a", "prompt": "again"}, {"prompt": "x", "max_token": 3},
+            {"id": "long", "tokens": [1] * 2048}, {"id": "empty", "prompt": ""},
+            {**request, "custom_id": "r", "body": {**chat, "messages": [{"role": "user", "content": "refuse"}]}}])
+        template = fast.chat_template
+        (model / "chat_template.jinja").write_text(
+            "{% if messages[0].content == 'refuse' %}{{ raise_exception('not this') }}{% endif %}" + template)
+        told = self.run_batch(model, prompts)
+        self.assertIn("12 in", told)
+        self.assertIn("of which 4 cannot be used", told)
+        rows = self.by_id()
+        self.assertEqual(len(self.answers()), 12)
+        self.assertFalse((self.folder / "answers.jsonl.journal").exists())
+        for name, says in ((8, "no JSON"), ("a", "line 1 has the same id"), (10, "unknown field: max_token"),
+                           ("long", "knows 2048 positions"), ("empty", "the prompt is empty")):
+            errors = [row for line in self.answers() if (row := json.loads(line)).get("id") == name and "error" in row]
+            self.assertIn(says, errors[0]["error"], name)
+        self.assertIn("not this", rows["r"]["error"]["message"])
+        self.assertIsNone(rows["r"]["response"])
+        answered = next(row for line in self.answers() if (row := json.loads(line)).get("id") == "a" and "text" in row)
+        text = self.alone(model, "--prompt", "def value(index):", "--prompt", "def value(", "--tokens", 12)
+        self.assertEqual((answered["tokens"], answered["text"]), (text[0]["tokens"], text[0]["text"]))
+        self.assertEqual(rows["t"]["response"]["body"]["choices"][0]["text"], text[1]["text"])
+        numbers = ("--prompt-tokens", "5,6,7", "--tokens", 12)
+        self.assertEqual(rows["b"]["tokens"], self.alone(model, *numbers)[0]["tokens"])
+        drawn = self.alone(model, *numbers, "--temperature", 1.5, "--seed", 4)[0]["tokens"]
+        self.assertEqual(rows["drawn"]["tokens"], drawn)
+        self.assertNotEqual(rows["own seed"]["tokens"], drawn)
+        said = self.alone(model, "--prompt", "if", "--chat", "--tokens", 6)[0]
+        body = rows["c"]["response"]["body"]
+        self.assertEqual(body["choices"][0]["message"]["content"], said["text"])
+        self.assertEqual(body["choices"][0]["finish_reason"], "length")
+        self.assertEqual(body["usage"], {"prompt_tokens": len(said["prompt_tokens"]), "completion_tokens": 6,
+                                         "total_tokens": len(said["prompt_tokens"]) + 6})
+
+    def long_prompts(self, count=20, tokens=200):
+        draw = random.Random(5)
+        return self.prompts([{"tokens": [draw.randrange(300) for _ in range(draw.randrange(1, 40))],
+                              "max_tokens": draw.randrange(tokens // 4, tokens),
+                              "temperature": draw.choice([0, 1])} for _ in range(count)])
+
+    def begin(self, model, prompts, *words, journal_bytes):
+        """Starts the command, and returns when its journal has become so long, or it has ended."""
+        process = subprocess.Popen(self.command(model, prompts, *words), stdout=subprocess.DEVNULL,
+                                   stderr=subprocess.PIPE, env=ENVIRONMENT)
+        journal = pathlib.Path(str(self.folder / "answers.jsonl") + ".journal")
+        while process.poll() is None:
+            if journal.exists() and journal.stat().st_size >= journal_bytes:
+                break
+            time.sleep(0.002)
+        return process
+
+    def test_a_killed_job_goes_on_with_the_same_bits(self):
+        model, prompts = self.make_model(), self.long_prompts()
+        self.run_batch(model, prompts, "--sequences", 6, "--keep")
+        whole, size = self.answers(), (self.folder / "answers.jsonl.journal").stat().st_size
+        draw = random.Random(1)
+        for trial in range(10 if ALL else 1):
+            (self.folder / "answers.jsonl").unlink()
+            (self.folder / "answers.jsonl.journal").unlink(missing_ok=True)
+            kills = 0
+            for length in sorted(draw.randrange(400, size) for _ in range(2)):
+                # How many are computed at once may change from start to start.
+                process = self.begin(model, prompts, "--sequences", draw.choice([1, 4, 20]), journal_bytes=length)
+                process.kill()
+                process.communicate()
+                kills += process.returncode == -signal.SIGKILL
+            self.assertGreater(kills, 0, trial)
+            told = self.run_batch(model, prompts, "--sequences", draw.choice([2, 20]))
+            self.assertRegex(told, r"goes on behind \d+, and inside \d+ more")
+            self.assertEqual(self.answers(), whole)
+
+    def test_an_interrupt_saves_and_others_are_refused(self):
+        model, prompts = self.make_model(), self.long_prompts(tokens=1000)
+        process = self.begin(model, prompts, journal_bytes=2000)
+        told = self.run_batch(model, prompts, code=1)
+        self.assertIn("another process writes these answers", told)
+        process.send_signal(signal.SIGINT)
+        told = process.communicate(timeout=60)[1].decode()
+        self.assertEqual(process.returncode, 130, told)
+        self.assertIn("the same command goes on from here", told)
+        short = self.prompts([{"tokens": [1], "max_tokens": 3}], "short.jsonl")
+        told = self.run_batch(model, short, "--seed", 2, "--type", "bf16", code=1)
+        for says in ("--seed is 2 and was 1", "--type is bf16 and was f32", "the digest of the prompts is", "--fresh"):
+            self.assertIn(says, told)
+        self.assertNotIn("weights", told)
+        self.run_batch(model, short, "--fresh")
+        self.assertEqual(len(self.answers()), 1)
+        self.assertIn("there are answers, and no journal", self.run_batch(model, short, code=1))
+
+    def test_wrong_flags_are_named(self):
+        short = self.prompts([{"tokens": [1], "max_tokens": 3}])
+        for words, says in ((("--batch", short), "there is no file for the answers"),
+                            (("--batch", short, "--out", "x", "--prompt", "y"), "given together"),
+                            (("--prompt", "x", "--out", "y"), "Add --batch")):
+            done = subprocess.run([SMARTINF, "generate", "none", *map(str, words)], capture_output=True, text=True,
+                                  timeout=60, check=False)
+            self.assertEqual(done.returncode, 2)
+            self.assertIn(says, done.stderr)
+
+
+if __name__ == "__main__":
+    unittest.main()

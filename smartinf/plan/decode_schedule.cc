@@ -51,6 +51,7 @@ class DecodeOrder {
     return host_ = task;
   }
 
+  bool in_turn() const { return input_.in_turn != InTurn::kNothing; }
   bool streams(uint32_t layer) const { return !input_.streamed.empty() && input_.streamed[layer]; }
 
   /// Into the slot of the streamed layer that is done with.
@@ -62,8 +63,9 @@ class DecodeOrder {
                               : freed_[weights_taken_ - input_.weight_slots];
     ++weights_taken_;
     for (uint32_t d = 0; d < input_.devices; ++d) {
-      weights_read_[d] = add(DecodeWork::kWeights, layer, 0, d,
-                             {weights_read_[d], room, input_.in_turn ? host_ : kNothing});
+      weights_read_[d] =
+          add(DecodeWork::kWeights, layer, 0, d,
+              {weights_read_[d], room, input_.in_turn == InTurn::kAll ? host_ : kNothing});
       weights_.push_back(weights_read_[d]);
     }
   }
@@ -74,7 +76,7 @@ class DecodeOrder {
       const uint32_t queries = add(DecodeWork::kQueries, layer, half, d, {products});
       std::vector<uint32_t>& folds = folds_[d];
       const uint32_t last = folds.empty() ? kNothing : folds.back();
-      if (!input_.in_turn) {
+      if (!in_turn()) {
         const size_t ahead = input_.halves_ahead.empty() ? 1 : input_.halves_ahead[d];
         const uint32_t room = folds.size() < ahead ? kNothing : folds[folds.size() - ahead];
         read_[d] = add(DecodeWork::kRead, layer, half, d, {read_[d], room});
@@ -93,12 +95,12 @@ class DecodeOrder {
 
   void add_step() {
     for (uint32_t layer = 0; layer < input_.layers; ++layer) {
-      if (input_.in_turn && layer > 0) {
+      if (in_turn() && layer > 0) {
         for (uint32_t half = 0; half < input_.halves; ++half) add_tails(layer - 1, half);
       }
       add_weights(layer);
       for (uint32_t half = 0; half < input_.halves; ++half) {
-        if (!input_.in_turn && layer > 0) add_tails(layer - 1, half);
+        if (!in_turn() && layer > 0) add_tails(layer - 1, half);
         const uint32_t products =
             add_on_host(DecodeWork::kProducts, layer, half, {layer == 0 ? ready_[half] : kNothing});
         std::vector<uint32_t>& after = tasks_[products].after;
@@ -110,7 +112,7 @@ class DecodeOrder {
       add_tails(input_.layers - 1, half);
       if (half + 1 == input_.halves) add_appends();
       ready_[half] = add_on_host(DecodeWork::kLogits, 0, half, {});
-      if (!input_.in_turn) continue;
+      if (!in_turn()) continue;
       std::vector<uint32_t>& after = tasks_[ready_[half]].after;
       after.insert(after.end(), appended_.begin(), appended_.end());
     }
@@ -120,7 +122,7 @@ class DecodeOrder {
     appended_.clear();
     for (uint32_t d = 0; d < input_.devices; ++d) {
       appended_.push_back(
-          add(DecodeWork::kAppend, 0, 0, d, {folds_[d].back(), input_.in_turn ? host_ : kNothing}));
+          add(DecodeWork::kAppend, 0, 0, d, {folds_[d].back(), in_turn() ? host_ : kNothing}));
     }
   }
 

@@ -3,10 +3,13 @@
 // the host computes the other.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <span>
 #include <string_view>
 #include <vector>
+
+#include "smartinf/base/enum_names.h"
 
 namespace smartinf::plan {
 
@@ -35,6 +38,12 @@ struct DecodeTask {
   bool on_host() const { return device == kHost; }
 };
 
+/// Work that waits for its turn instead of running beside other work, as in software without such
+/// an order. kAttention: that of host and devices; kAll: streamed weights, too.
+enum class InTurn : uint8_t { kNothing, kAttention, kAll };
+inline constexpr std::array<std::string_view, 3> kInTurnNames{"nothing", "attention", "all"};
+constexpr base::EnumNames enum_names(InTurn) { return kInTurnNames; }
+
 struct DecodeScheduleInput {
   uint32_t layers = 0;
   uint32_t halves = 2;
@@ -45,7 +54,7 @@ struct DecodeScheduleInput {
   uint32_t weight_slots = 2;  // layers whose streamed weights are in memory together, at least 2
   /// By device, halves of a layer whose blocks fit in its slots, at least 1. Empty: one each.
   std::vector<uint32_t> halves_ahead;
-  bool in_turn = false;  // nothing runs beside something else, as in software without such an order
+  InTurn in_turn = InTurn::kNothing;
 };
 
 /// Tasks in an order in which each kind of worker takes its own: the host computes one after

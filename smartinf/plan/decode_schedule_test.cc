@@ -105,7 +105,7 @@ TEST(DecodeSchedule, StreamedWeightsComeAheadIntoSlots) {
 TEST(DecodeSchedule, InTurnNothingRunsBesideSomethingElse) {
   DecodeScheduleInput input = input_of(3, 2);
   input.halves = 1;
-  input.in_turn = true;
+  input.in_turn = InTurn::kAll;
   input.streamed.assign(3, true);
   input.steps = 2;
   const auto tasks = make_decode_schedule(input);
@@ -118,6 +118,18 @@ TEST(DecodeSchedule, InTurnNothingRunsBesideSomethingElse) {
       EXPECT_TRUE(beside || same || waits(tasks, late, early)) << late << " " << early;
     }
   }
+}
+
+TEST(DecodeSchedule, InTurnWeightsMayComeAhead) {
+  DecodeScheduleInput input = input_of(4);
+  input.halves = 1;
+  input.in_turn = InTurn::kAttention;
+  input.streamed.assign(4, true);
+  const auto tasks = make_decode_schedule(input);
+  const uint32_t weights = find(tasks, DecodeWork::kWeights, 3, 0, 0);
+  EXPECT_TRUE(waits(tasks, weights, find(tasks, DecodeWork::kTails, 1, 0)));  // for its slot
+  EXPECT_FALSE(waits(tasks, weights, find(tasks, DecodeWork::kFold, 2, 0, 0)));
+  EXPECT_TRUE(waits(tasks, find(tasks, DecodeWork::kProducts, 3, 0), weights));
 }
 
 TEST(DecodeHalves, ReadAsMuchOnEachDevice) {

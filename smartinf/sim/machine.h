@@ -62,6 +62,9 @@ struct DeviceGroup {
   bool remote = false;
   double update_bytes_per_s = 0;      // processor: state and gradient in; 0: cannot update
   double decompress_bytes_per_s = 0;  // processor with SmartComp: state and compressed gradient in
+  /// Keys and values that its processor attends to; 0: update_bytes_per_s, whose reads are as many
+  /// and which writes as well, and where there are kernels the drive's rate.
+  double fold_bytes_per_s = 0;
   bool update_streams = false;        // overlapped, it works on a subgroup while that is being read
   /// A pipeline takes in so many elements in a cycle, whatever the update rule: the two rates are
   /// of Adam in f32 with dense gradients, and with those compressed to 2 %, where one element in a
@@ -88,6 +91,7 @@ struct Software {
   uint32_t gradient_bytes = 4;                                            // on the host link
   uint32_t weight_bytes = 4;                                              // on the way back
   plan::ScheduleVariant overlapped = plan::ScheduleVariant::kOverlapped;  // meant by su+o
+  double buffered_row_s = 0;  // of handing a device one head's row of values that waits in the host
   bool gradient_spilled = true;  // gradients wait on the drive, not in device memory
   bool offload_waits = true;     // backward stands still while a layer's gradients leave
 };

@@ -1,0 +1,589 @@
+#include "smartinf/sim/generation_graph.h"
+
+#include <algorithm>
+#include <cmath>
+#include <map>
+#include <utility>
+
+#include <fmt/format.h>
+
+#include "smartinf/base/units.h"
+#include "smartinf/plan/placement.h"
+#include "smartinf/sim/event_graph.h"
+
+namespace smartinf::sim {
+namespace {
+
+using base::ErrorCode;
+using base::Result;
+using base::Status;
+using plan::DecodeTask;
+using plan::DecodeWork;
+
+constexpr uint64_t kRowsOfAPass = 16;  // of kernels/row_product over the weights
+
+double per_byte(double bytes_per_s) { return 1 / bytes_per_s; }
+
+/// Bytes a second of keys and values that a device's processor folds; 0: it cannot.
+double fold_rate(const DeviceGroup& group) {
+  if (group.fold_bytes_per_s > 0) return group.fold_bytes_per_s;
+  // An update reads as much and writes as well, so a fold is not slower; kernels keep up with
+  // reads.
+  if (group.kernel.clock_hz > 0) return group.read_bytes_per_s;
+  return group.update_bytes_per_s;
+}
+
+/// By layer, whether its weights come from the devices, and whether they are on the GPU.
+struct LayerPlaces {
+  std::vector<bool> streamed;
+  std::vector<bool> on_gpu;
+};
+
+LayerPlaces places_of(const ModelShape& model, const GenerationOptions& options,
+                      const GenerationNeed& need) {
+  LayerPlaces places;
+  const std::vector<plan::Unit> units = model.units();
+  for (uint32_t u = 0; u < units.size(); ++u) {
+    for (uint32_t i = 0; i < units[u].layers; ++i) {
+      places.streamed.push_back(u >= need.placement.in_memory);
+      places.on_gpu.push_back(!options.takes_turns() && u < need.placement.on_accelerator);
+    }
+  }
+  places.streamed.resize(model.layers, false);
+  places.on_gpu.resize(model.layers, false);
+  return places;
+}
+
+/// Builds the graph of the schedule's tasks, and runs it.
+class GenerationGraph {
+ public:
+  GenerationGraph(const ModelShape& model, const Machine& machine, const GenerationOptions& options,
+                  const GenerationNeed& need, std::vector<GroupLoad> loads, uint64_t pieces)
+      : model_(model),
+        machine_(machine),
+        options_(options),
+        need_(need),
+        loads_(std::move(loads)),
+        pieces_(pieces),
+        places_(places_of(model, options, need)),
+        gpu_(machine.gpu.name != "none") {
+    halves_ = options.takes_turns() || options.sequences == 1 || options.prefix > 0 ? 1 : 2;
+    // In the middle of the answers, in the mean over the tokens of a block.
+    middle_ = options.context + options.tokens / 2;
+    step_ = mean_step();
+    read_of_layer_.resize(need.cache.layers);
+    double blocks = 0;
+    for (uint32_t l = 0; l < need.cache.layers; ++l) {
+      read_of_layer_[l] = static_cast<double>(plan::blocks_read(need.cache, l, middle_));
+      blocks += read_of_layer_[l];
+    }
+    const double all = static_cast<double>(step_.read) * (1 - options.inputs);
+    for (double& read : read_of_layer_) read = blocks > 0 ? all * read / blocks : 0;
+    make_resources();
+  }
+
+  GenerationTimes run() {
+    plan::DecodeScheduleInput input;
+    input.layers = need_.cache.layers;
+    input.halves = halves_;
+    input.devices = static_cast<uint32_t>(loads_.size());
+    input.steps = 2;
+    input.streamed = places_.streamed;
+    input.in_turn = options_.in_turn;
+    input.halves_ahead = halves_ahead();
+    schedule_ = plan::make_decode_schedule(input);
+    std::array<std::vector<uint32_t>, 2> ends;
+    for (const DecodeTask& task : schedule_) {
+      add(task);
+      if (task.work == DecodeWork::kLogits) ends[task.step].push_back(done_.back());
+    }
+    graph_.run();
+    std::array<double, 2> end_s{};
+    for (size_t step = 0; step < 2; ++step) {
+      for (const uint32_t task : ends[step]) {
+        end_s[step] = std::max(end_s[step], graph_.times(task).end_s);
+      }
+    }
+    return times_between(end_s[0], end_s[1]);
+  }
+
+ private:
+  double sequences() const { return static_cast<double>(options_.sequences); }
+  double value_bytes() const { return options_.value_bytes(); }
+  double hidden() const { return static_cast<double>(model_.hidden); }
+  bool fetches() const { return options_.attention == AttentionPlace::kHost; }
+
+  double rows(uint32_t half) const {
+    if (halves_ == 1) return sequences();
+    return std::floor((sequences() + (half == 0 ? 1 : 0)) / 2);
+  }
+
+  /// Without pinned blocks, which are not read.
+  plan::CacheTraffic mean_step() const {
+    const uint64_t tokens = need_.cache.block_tokens;
+    const uint64_t first = middle_ / tokens * tokens;
+    const auto sum = [&](size_t together) {
+      plan::CacheTraffic all;
+      for (uint64_t i = 0; i < tokens; ++i) {
+        const std::vector<plan::CachedSequence> sequences(together,
+                                                          {first + i, options_.prefix, 1});
+        all += plan::step_traffic(need_.cache, sequences);
+      }
+      return all;
+    };
+    // Every sequence but the first adds as much.
+    const plan::CacheTraffic one = sum(1);
+    const plan::CacheTraffic two = sum(2);
+    const auto of_all = [&](uint64_t a, uint64_t b) {
+      return (a + (options_.sequences - 1) * (b - a)) / tokens;
+    };
+    return {of_all(one.read, two.read), of_all(one.written, two.written),
+            of_all(one.link_down, two.link_down), of_all(one.link_up, two.link_up)};
+  }
+
+  void make_resources() {
+    host_ = graph_.add_resource(gpu_ ? "GPU" : "cores");
+    host_down_ = graph_.add_resource("host link");
+    host_up_ = graph_.add_resource("host link");
+    gpu_down_ = graph_.add_resource("GPU link");
+    gpu_up_ = graph_.add_resource("GPU link");
+    copy_ = graph_.add_resource("host copies");
+    net_out_ = graph_.add_resource("network");
+    net_in_ = graph_.add_resource("network");
+    for (const GroupLoad& load : loads_) {
+      const DeviceGroup& device = *load.group;
+      Group group;
+      group.count = device.count;
+      group.share = static_cast<double>(load.pieces * device.count) / static_cast<double>(pieces_);
+      group.first_half = halves_ == 1 || load.pieces == 0 ? 1
+                                                          : static_cast<double>(load.first_half) /
+                                                                static_cast<double>(load.pieces);
+      group.drive = graph_.add_resource("drives", device.mixed_efficiency);
+      const bool shares_cores = device.on_host_cores && !gpu_;
+      group.processor = shares_cores ? host_ : graph_.add_resource("device processors");
+      // Products and folds share the cores by time.
+      if (shares_cores && !fetches()) compute_unit_s_ = per_byte(fold_rate(device));
+      group.down = graph_.add_resource("device links");
+      group.up = graph_.add_resource("device links");
+      groups_.push_back(group);
+    }
+  }
+
+  const DeviceGroup& device(uint32_t g) const { return *loads_[g].group; }
+
+  /// Rate of all devices of a group.
+  double together(uint32_t g, double rate) const { return rate * groups_[g].count; }
+  double link_rate(uint32_t g) const {
+    // A server's interface is of all its drives.
+    return device(g).remote ? device(g).link_bytes_per_s : together(g, device(g).link_bytes_per_s);
+  }
+
+  void use_link_up(uint32_t g, std::vector<Use>& uses) const {
+    uses.push_back({groups_[g].up, per_byte(link_rate(g))});
+    uses.push_back(device(g).remote ? Use{net_in_, per_byte(machine_.network.bytes_per_s)}
+                                    : Use{host_up_, per_byte(machine_.host.link_bytes_per_s)});
+  }
+  void use_link_down(uint32_t g, std::vector<Use>& uses) const {
+    uses.push_back({groups_[g].down, per_byte(link_rate(g))});
+    uses.push_back(device(g).remote ? Use{net_out_, per_byte(machine_.network.bytes_per_s)}
+                                    : Use{host_down_, per_byte(machine_.host.link_bytes_per_s)});
+  }
+  double latency_s(uint32_t g) const {
+    return device(g).latency_s + (device(g).remote ? machine_.network.latency_s : 0);
+  }
+
+  std::vector<Use> reading(uint32_t g) const {
+    const DeviceGroup& from = device(g);
+    std::vector<Use> uses{
+        {groups_[g].drive, per_byte(together(g, from.read_bytes_per_s)), Direction::kRead}};
+    if (from.on_host_cores && !gpu_ && from.cores_bytes_per_s > 0) {
+      uses.push_back({host_, per_byte(from.cores_bytes_per_s)});
+    }
+    return uses;
+  }
+  std::vector<Use> fetching(uint32_t g) const {
+    std::vector<Use> uses = reading(g);
+    use_link_up(g, uses);
+    uses.push_back({copy_, per_byte(machine_.host.copy_bytes_per_s)});
+    if (gpu_) uses.push_back({gpu_down_, per_byte(machine_.gpu.link_bytes_per_s)});
+    return uses;
+  }
+  std::vector<Use> folding(uint32_t g) const {
+    const double rate = fold_rate(device(g));
+    const bool all_cores = groups_[g].processor == host_;
+    return {{groups_[g].processor, per_byte(all_cores ? rate : together(g, rate))}};
+  }
+
+  static Stage stage(double bytes, std::span<const Use> uses, double latency_s = 0) {
+    return Stage(static_cast<uint64_t>(std::llround(std::max(0.0, bytes))), uses, latency_s);
+  }
+  Stage computing(double seconds) const {
+    return Stage(static_cast<uint64_t>(std::llround(seconds / compute_unit_s_)),
+                 {{host_, compute_unit_s_}});
+  }
+
+  /// Bytes at the drives of a group for half of a layer.
+  double load(uint32_t g, uint32_t layer, uint32_t half) const {
+    const double part = half == 0 ? groups_[g].first_half : 1 - groups_[g].first_half;
+    return read_of_layer_[layer] * groups_[g].share * part;
+  }
+  double slots(uint32_t g) const { return together(g, static_cast<double>(kCacheSlotBytes)); }
+
+  std::vector<uint32_t> halves_ahead() const {
+    std::vector<uint32_t> ahead;
+    for (uint32_t g = 0; g < groups_.size(); ++g) {
+      double most = 1;
+      for (uint32_t l = 0; l < need_.cache.layers; ++l) most = std::max(most, load(g, l, 0));
+      ahead.push_back(static_cast<uint32_t>(
+          std::clamp(slots(g) / most, 1.0, 2.0 * static_cast<double>(need_.cache.layers))));
+    }
+    return ahead;
+  }
+
+  /// Products of some rows with matrices, which are read once for each pass over them.
+  double products_s(double parameters, double touched, double count) const {
+    if (count <= 0) return 0;
+    const Gpu& gpu = machine_.gpu;
+    const double passes = gpu_ ? 1 : std::ceil(count / static_cast<double>(kRowsOfAPass));
+    return std::max(2 * parameters * count / (gpu.peak_flops * gpu.product_efficiency),
+                    passes * touched * value_bytes() / gpu.memory_bytes_per_s);
+  }
+  double qkv_parameters() const {
+    return hidden() * static_cast<double>((model_.heads + 2 * model_.kv_heads) * model_.head_size);
+  }
+  double rest_s(uint32_t layer, double count) const {
+    const double active = model_.active_parameters();
+    const double all = static_cast<double>(model_.layer_parameters(layer));
+    const double touched = std::min(all, active * count);  // of experts, those that are taken
+    const double tails = count * static_cast<double>(need_.cache.block_bytes) / 2;
+    const double tails_per_s =
+        gpu_ ? machine_.host.copy_bytes_per_s : machine_.gpu.memory_bytes_per_s;
+    return products_s(active - qkv_parameters(), std::max(0.0, touched - qkv_parameters()), count) +
+           tails / tails_per_s;
+  }
+
+  void keep(std::vector<Stage> stages, const DecodeTask& task) {
+    done_.push_back(graph_.add_task(std::move(stages), {}));
+    for (const uint32_t before : task.after) graph_.add_dependency(done_.back(), done_[before]);
+  }
+
+  void add(const DecodeTask& task) {
+    switch (task.work) {
+      case DecodeWork::kWeights:
+        return add_weights(task);
+      case DecodeWork::kProducts:
+        return add_products(task);
+      case DecodeWork::kQueries:
+        return add_queries(task);
+      case DecodeWork::kRead:
+        return add_read(task);
+      case DecodeWork::kFold:
+        return add_fold(task);
+      case DecodeWork::kStates:
+        return add_states(task);
+      case DecodeWork::kTails:
+        return add_tails(task);
+      case DecodeWork::kLogits:
+        return add_logits(task);
+      case DecodeWork::kAppend:
+        return add_append(task);
+    }
+  }
+
+  void add_weights(const DecodeTask& task) {
+    double rates = 0;
+    for (uint32_t g = 0; g < groups_.size(); ++g) rates += together(g, device(g).read_bytes_per_s);
+    const double bytes = static_cast<double>(model_.layer_parameters(task.layer)) * value_bytes() *
+                         together(task.device, device(task.device).read_bytes_per_s) / rates;
+    std::vector<Use> uses = reading(task.device);
+    use_link_up(task.device, uses);
+    if (options_.takes_turns()) uses.push_back({copy_, per_byte(machine_.host.copy_bytes_per_s)});
+    if (task.step == 1) weights_read_ += bytes;
+    keep({stage(bytes, uses)}, task);
+  }
+
+  void add_products(const DecodeTask& task) {
+    const double parameters = qkv_parameters();
+    keep({computing(products_s(parameters, parameters, rows(task.half)))}, task);
+    const uint32_t products = done_.back();
+    if (gpu_ && !places_.on_gpu[task.layer] && task.half == 0) {
+      // Into the place of the layer before the last one.
+      const double bytes = static_cast<double>(model_.layer_parameters(task.layer)) * value_bytes();
+      const Use link{gpu_down_, per_byte(machine_.gpu.link_bytes_per_s)};
+      const uint32_t fetch = graph_.add_task({stage(bytes, std::span(&link, 1))}, {fetched_});
+      for (const uint32_t before : task.after) {
+        if (options_.in_turn == plan::InTurn::kAll || !schedule_[before].on_host())
+          graph_.add_dependency(fetch, done_[before]);
+      }
+      const size_t layer = size_t{task.step} * need_.cache.layers + task.layer;
+      if (layer >= 2) graph_.add_dependency(fetch, layers_done_[layer - 2]);
+      graph_.add_dependency(products, fetch);
+      fetched_ = fetch;
+    }
+    if (options_.inputs > 0) add_inputs(task, products);
+  }
+
+  /// Keys and values of the sequences that are kept as inputs, made again by the host.
+  void add_inputs(const DecodeTask& task, uint32_t products) {
+    const double width = hidden();
+    const double tokens = static_cast<double>(middle_) * rows(task.half) * options_.inputs;
+    const double bytes = tokens * width * value_bytes();
+    const Gpu& gpu = machine_.gpu;
+    const double flops_per_byte =
+        4 * static_cast<double>(model_.kv_heads * model_.head_size) / value_bytes();
+    const Use compute{host_, flops_per_byte / (gpu.peak_flops * gpu.product_efficiency)};
+    const Use link{gpu_down_, per_byte(gpu.link_bytes_per_s)};
+    for (uint32_t g = 0; g < groups_.size(); ++g) {
+      std::vector<Use> uses;
+      if (!options_.inputs_in_memory) {
+        uses = reading(g);
+        use_link_up(g, uses);
+      }
+      uses.push_back(compute);
+      if (gpu_) uses.push_back(link);
+      const double part = bytes * groups_[g].share;
+      if (task.step == 1 && !options_.inputs_in_memory) inputs_read_ += part;
+      made_again_[{task.layer, task.half}].push_back(
+          graph_.add_task({stage(part, uses)}, {products}));
+    }
+  }
+
+  void add_queries(const DecodeTask& task) {
+    const uint32_t g = task.device;
+    const double part = rows(task.half) * groups_[g].share * (1 - options_.inputs);
+    const double down = part * static_cast<double>(model_.heads * model_.head_size) * value_bytes();
+    std::vector<Use> uses;
+    use_link_down(g, uses);
+    if (gpu_) uses.push_back({gpu_up_, per_byte(machine_.gpu.link_bytes_per_s)});
+    // Rows of values that wait in the host's buffer go along in every step.
+    const double buffered = options_.write_back > 1 ? (options_.write_back - 1) / 2.0 : 0;
+    const double rows_s = part * static_cast<double>(model_.kv_heads) * buffered *
+                          machine_.software.buffered_row_s / groups_[g].count;
+    keep({stage(fetches() ? 0 : down, uses, latency_s(g) + rows_s)}, task);
+  }
+
+  void add_read(const DecodeTask& task) {
+    const uint32_t g = task.device;
+    const double read = load(g, task.layer, task.half) * (1 - need_.pinned);
+    const std::vector<Use> uses = fetches() ? fetching(g) : reading(g);
+    keep({stage(std::min(read, slots(g)), uses)}, task);
+  }
+
+  /// From the slots what is there, and beside it the rest as it is read.
+  void add_fold(const DecodeTask& task) {
+    const uint32_t g = task.device;
+    const double all = load(g, task.layer, task.half);
+    const double read = all * (1 - need_.pinned);
+    const double ahead = options_.takes_turns() ? 0 : std::min(read, slots(g));
+    keep({}, task);
+    const uint32_t end = done_.back();
+    std::vector<Use> streaming = fetches() ? fetching(g) : reading(g);
+    const auto part = [&](double bytes, std::span<const Use> uses) {
+      const uint32_t added = graph_.add_task({stage(bytes, uses)}, {});
+      for (const uint32_t before : task.after) graph_.add_dependency(added, done_[before]);
+      graph_.add_dependency(end, added);
+    };
+    if (!fetches()) {
+      const std::vector<Use> folds = folding(g);
+      streaming.insert(streaming.end(), folds.begin(), folds.end());
+      part(ahead + all - read, folds);
+    }
+    part(read - ahead, streaming);
+  }
+
+  void add_states(const DecodeTask& task) {
+    const uint32_t g = task.device;
+    const double part = rows(task.half) * groups_[g].share * (1 - options_.inputs);
+    const double up = part * static_cast<double>(model_.heads * (model_.head_size + 2)) * 4;
+    std::vector<Use> uses;
+    use_link_up(g, uses);
+    if (gpu_) uses.push_back({gpu_down_, per_byte(machine_.gpu.link_bytes_per_s)});
+    keep({stage(fetches() ? 0 : up, uses, latency_s(g))}, task);
+  }
+
+  void add_tails(const DecodeTask& task) {
+    keep({computing(rest_s(task.layer, rows(task.half)))}, task);
+    for (const uint32_t made : std::exchange(made_again_[{task.layer, task.half}], {})) {
+      graph_.add_dependency(done_.back(), made);
+    }
+    if (task.half + 1 == halves_) layers_done_.push_back(done_.back());
+  }
+
+  void add_logits(const DecodeTask& task) {
+    const double head = hidden() * static_cast<double>(model_.vocabulary);
+    keep({computing(products_s(head, head, rows(task.half)))}, task);
+  }
+
+  void add_append(const DecodeTask& task) {
+    const uint32_t g = task.device;
+    const double keys = static_cast<double>(2 * model_.kv_heads * model_.head_size);
+    const double kept =
+        1 - options_.inputs + (options_.inputs_in_memory ? 0 : options_.inputs * hidden() / keys);
+    const double bytes = static_cast<double>(step_.written) * groups_[g].share * kept;
+    std::vector<Use> uses{
+        {groups_[g].drive,
+         per_byte(together(g, device(g).write_bytes_per_s / device(g).write_amplification)),
+         Direction::kWrite}};
+    use_link_down(g, uses);
+    double commands_s = 0;
+    if (options_.write_back > 0) {
+      // An entry is a head's row of keys or of values.
+      const double entries = sequences() * groups_[g].share / groups_[g].count * 2 *
+                             static_cast<double>(model_.kv_heads * need_.cache.layers);
+      commands_s = entries / options_.write_back * device(g).latency_s;
+    }
+    keep({stage(bytes, uses, commands_s)}, task);
+  }
+
+  GenerationTimes times_between(double from_s, double to_s) {
+    GenerationTimes times;
+    times.step_s = to_s - from_s;
+    times.tokens_per_s = sequences() / times.step_s;
+    times.events = graph_.task_count();
+    std::map<std::string, double> busy;
+    for (uint32_t r = 0; r < graph_.resource_count(); ++r) {
+      double& most = busy[graph_.resource_name(r)];
+      most = std::max(most, graph_.busy_s(r, from_s, to_s) / times.step_s);
+    }
+    for (const auto& [name, share] : busy) {
+      if (share > 0) times.busy.push_back({name, share});
+    }
+    std::ranges::stable_sort(
+        times.busy, [](const Utilization& a, const Utilization& b) { return a.share > b.share; });
+    times.bound_by = times.busy.front().resource;
+    const auto whole = [](double bytes) { return static_cast<uint64_t>(std::llround(bytes)); };
+    times.weights_read = whole(weights_read_);
+    // What the formula says of all blocks, less those that are pinned or kept as inputs.
+    const double not_inputs = 1 - options_.inputs;
+    const double read = static_cast<double>(step_.read) * not_inputs * (1 - need_.pinned);
+    const double keys = static_cast<double>(2 * model_.kv_heads * model_.head_size);
+    const double kept =
+        not_inputs + (options_.inputs_in_memory ? 0 : options_.inputs * hidden() / keys);
+    times.traffic.read = whole(read + inputs_read_);
+    times.traffic.written = whole(static_cast<double>(step_.written) * kept);
+    times.traffic.link_down = whole(static_cast<double>(step_.link_down) * not_inputs);
+    times.traffic.link_up =
+        whole(fetches() ? read : static_cast<double>(step_.link_up) * not_inputs + inputs_read_);
+    return times;
+  }
+
+  struct Group {
+    uint32_t count = 1;
+    double share = 0;       // of all pieces, as if each device had as many as the fullest
+    double first_half = 1;  // of its pieces
+    uint32_t drive = 0, processor = 0, down = 0, up = 0;
+  };
+
+  const ModelShape& model_;
+  const Machine& machine_;
+  const GenerationOptions& options_;
+  const GenerationNeed& need_;
+  std::vector<GroupLoad> loads_;
+  uint64_t pieces_;
+  LayerPlaces places_;
+  bool gpu_;
+  uint32_t halves_ = 2;
+  uint64_t middle_ = 0;                // tokens that a sequence has
+  plan::CacheTraffic step_;            // of all sequences, nothing pinned
+  std::vector<double> read_of_layer_;  // bytes of all blocks, without sequences kept as inputs
+
+  EventGraph graph_;
+  double compute_unit_s_ = 1e-9;  // seconds of computing, as a "byte" of a stage
+  uint32_t host_ = 0, host_down_ = 0, host_up_ = 0, gpu_down_ = 0, gpu_up_ = 0, copy_ = 0;
+  uint32_t net_out_ = 0, net_in_ = 0;
+  std::vector<Group> groups_;
+  std::vector<DecodeTask> schedule_;
+  std::vector<uint32_t> done_;            // by task of the schedule, that of the graph
+  std::vector<uint32_t> layers_done_;     // ends of layers
+  uint32_t fetched_ = EventGraph::kNone;  // the last layer's weights on the GPU
+  std::map<std::pair<uint32_t, uint32_t>, std::vector<uint32_t>> made_again_;
+  double inputs_read_ = 0;  // in the second step
+  double weights_read_ = 0;
+};
+
+}  // namespace
+
+CachePieces cache_pieces(const plan::CacheModel& cache, const Machine& machine,
+                         const GenerationOptions& options) {
+  const uint64_t longest = options.context + options.tokens;
+  const uint64_t shared = plan::sequence_bytes(cache, options.prefix);
+  const uint64_t own = plan::sequence_bytes(cache, longest) - shared;
+  const uint64_t items = options.prefix > 0 ? 1 : options.sequences;
+  const uint64_t bytes = options.prefix > 0 ? shared + options.sequences * own : own;
+  uint64_t ranges = 1;  // of the heads of a sequence
+  while (items * ranges < machine.device_count() && ranges < cache.kv_heads) {
+    do ++ranges;
+    while (cache.kv_heads % ranges != 0);
+  }
+  return {items * ranges, base::divide_up(bytes, ranges), ranges};
+}
+
+Result<std::vector<GroupLoad>> group_loads(const CachePieces& pieces, const Machine& machine) {
+  constexpr uint64_t kBundlesMax = 4096;
+  const uint64_t bundle = base::divide_up(pieces.count, kBundlesMax);
+  std::vector<plan::Subgroup> bundles;
+  for (uint64_t first = 0; first < pieces.count; first += bundle) {
+    plan::Subgroup one;
+    one.first = first;
+    one.count = std::min(bundle, pieces.count - first);
+    bundles.push_back(one);
+  }
+  std::vector<plan::DeviceCapacity> capacities;
+  for (const DeviceGroup* device : machine.each_device()) {
+    plan::DeviceCapacity capacity;
+    capacity.bandwidth = device->read_bytes_per_s;
+    if (device->capacity_bytes > 0) capacity.elements_max = device->capacity_bytes / pieces.bytes;
+    capacities.push_back(capacity);
+  }
+  SI_ASSIGN_OR_RETURN(const std::vector<base::DeviceId> owner, plan::place(bundles, capacities));
+  std::vector<uint64_t> counts;
+  std::vector<uint32_t> device;
+  std::vector<uint32_t> sequence;  // ranges of one are in the same half
+  for (size_t i = 0; i < owner.size(); ++i) {
+    counts.push_back(bundles[i].count);
+    device.push_back(owner[i].value);
+    if (pieces.ranges > 1) sequence.push_back(static_cast<uint32_t>(i / pieces.ranges) + 1);
+  }
+  const std::vector<uint32_t> half = plan::decode_halves(counts, device, sequence);
+  std::vector<GroupLoad> all(capacities.size());
+  for (size_t i = 0; i < owner.size(); ++i) {
+    all[device[i]].pieces += counts[i];
+    if (half[i] == 0) all[device[i]].first_half += counts[i];
+  }
+  std::vector<GroupLoad> loads;
+  auto first = all.begin();
+  for (const DeviceGroup& group : machine.devices) {
+    loads.push_back(*std::max_element(first, first + group.count, [](const auto& a, const auto& b) {
+      return a.pieces < b.pieces;
+    }));
+    loads.back().group = &group;
+    first += group.count;
+  }
+  return loads;
+}
+
+uint64_t streamed_weight_bytes(const ModelShape& model, const GenerationOptions& options,
+                               const GenerationNeed& need) {
+  const LayerPlaces places = places_of(model, options, need);
+  uint64_t parameters = 0;
+  for (uint32_t layer = 0; layer < model.layers; ++layer) {
+    if (places.streamed[layer]) parameters += model.layer_parameters(layer);
+  }
+  return parameters * options.value_bytes();
+}
+
+Result<GenerationTimes> run_generation_step(const ModelShape& model, const Machine& machine,
+                                            const GenerationOptions& options,
+                                            const GenerationNeed& need) {
+  for (const DeviceGroup& group : machine.devices) {
+    if (options.attention == AttentionPlace::kHost || fold_rate(group) > 0) continue;
+    return Status(ErrorCode::kUnsupported,
+                  fmt::format("device '{}' has no processor that attends", group.name),
+                  "Set device.fold_bytes_per_s in the machine file, or use --attention host.");
+  }
+  const CachePieces pieces = cache_pieces(need.cache, machine, options);
+  SI_ASSIGN_OR_RETURN(std::vector<GroupLoad> loads, group_loads(pieces, machine));
+  return GenerationGraph(model, machine, options, need, std::move(loads), pieces.count).run();
+}
+
+}  // namespace smartinf::sim

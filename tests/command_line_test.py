@@ -133,14 +133,14 @@ class WrongUsage(unittest.TestCase):
 class Help(unittest.TestCase):
     def test_every_command_has_help_with_examples(self):
         for command in ("train", "doctor", "inspect", "fsck", "checkpoint", "restore", "reshard", "gc", "bench step", "bench kernels",
-                        "certificates", "serve"):
+                        "bench attend", "certificates", "serve"):
             done = run(*command.split(), "--help")
             self.assertEqual(done.returncode, 0, done)
             self.assertIn("Examples:", done.stdout, command)
 
     def test_types_are_named_plainly_and_examples_are_the_commands_own(self):
         shown = {words: run(*words.split(), "--help").stdout
-                 for words in ("bench", "bench step", "bench kernels", "plan",
+                 for words in ("bench", "bench step", "bench kernels", "bench attend", "plan",
                                "simulate", "calibrate", "export", "doctor", "reshard")}
         for command, text in shown.items():
             self.assertNotRegex(text, r"\b(FLOAT|UINT|INT|TEXT):|:\{| in \[\d", command)

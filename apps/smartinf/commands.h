@@ -54,6 +54,7 @@ inline constexpr char kGenerateSummary[] = "Continue texts with the model of a r
 std::optional<int> run_with_torch(std::string_view command, char** arguments);
 
 // Subcommands of bench.
+void add_bench_attend(CLI::App& bench, Run& run);
 void add_bench_kernels(CLI::App& bench, Run& run);
 void add_bench_step(CLI::App& bench, Run& run);
 void add_bench_overlap(CLI::App& bench, Run& run);

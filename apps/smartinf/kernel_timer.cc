@@ -1,6 +1,7 @@
 #include "apps/smartinf/kernel_timer.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <utility>
 #include <vector>
@@ -29,6 +30,12 @@ SI_EVERY_WIDTH void triad(float* __restrict a, const float* __restrict b, const 
   for (size_t i = 0; i < n; ++i) a[i] = b[i] + scale * c[i];
 }
 
+SI_EVERY_WIDTH uint64_t bits_of_all(const uint64_t* words, size_t n) {
+  uint64_t bits = 0;
+  for (size_t i = 0; i < n; ++i) bits |= words[i];
+  return bits;
+}
+
 float* floats(const base::AlignedBuffer& array) { return reinterpret_cast<float*>(array.data()); }
 
 double seconds(base::ThreadTeam& team, const std::function<void(uint32_t)>& work) {
@@ -38,6 +45,15 @@ double seconds(base::ThreadTeam& team, const std::function<void(uint32_t)>& work
 }
 
 }  // namespace
+
+double read_seconds(base::ThreadTeam& team, std::span<const std::byte> memory) {
+  const auto* const words = reinterpret_cast<const uint64_t*>(memory.data());
+  std::atomic<uint64_t> bits{0};  // so that nothing of it can be left out
+  return seconds(team, [&](uint32_t index) {
+    const Share share = share_of(memory.size() / sizeof(uint64_t), index, team.size());
+    bits |= bits_of_all(words + share.first, share.last - share.first);
+  });
+}
 
 base::Status KernelTimer::allocate(uint64_t bytes_max) {
   for (base::AlignedBuffer& array : triad_) {

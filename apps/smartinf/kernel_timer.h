@@ -5,6 +5,7 @@
 #include <array>
 #include <cstdint>
 #include <functional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -22,6 +23,9 @@ struct Share {
 inline Share share_of(uint64_t count, uint32_t index, uint32_t threads) {
   return {count * index / threads, count * (index + 1) / threads};
 }
+
+/// Seconds that a team needs to read memory from end to end.
+double read_seconds(base::ThreadTeam& team, std::span<const std::byte> memory);
 
 /// Threads: one at a time.
 class KernelTimer {

@@ -125,8 +125,9 @@ HWY_INLINE void dot_products(const HeadOfBlock& head, const FoldRow* rows,
     size_t c = 0;
     for (; c + 2 <= width; c += 2) {
       // As many values as there are keys: they come while these are computed with.
-      if (t == 0)
+      if (t == 0) {
         prefetch<2 * kTokens * sizeof(Number)>(head.values + c * kTokens * sizeof(Number));
+      }
       add_channel(c);
       add_channel(c + 1);
     }

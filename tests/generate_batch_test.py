@@ -73,6 +73,7 @@ class GenerateBatch(StreamCase):
         told = self.run_batch(model, prompts)
         self.assertIn("12 in", told)
         self.assertIn("of which 4 cannot be used", told)
+        self.assertRegex(told, r"keys and values: .* for 12 sequences at once, of up to \d+ tokens")
         rows = self.by_id()
         self.assertEqual(len(self.answers()), 12)
         self.assertFalse((self.folder / "answers.jsonl.journal").exists())

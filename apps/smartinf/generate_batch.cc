@@ -250,6 +250,7 @@ class Batch {
 
   void describe() {
     for (const std::string& line : generator_->describe()) screen_.note(line);
+    screen_.note(room_);
     screen_.note(fmt::format(
         "prompts: {} in {}{}", prompts_->prompts, flags_.batch,
         prompts_->wrong == 0 ? "" : fmt::format(", of which {} cannot be used", prompts_->wrong)));

@@ -52,8 +52,8 @@ struct Bytes {
 };
 
 void at_the_gate(const Up& up) {
-  static const csd::DeviceSpace space(gate_layout(),
-                                      {0, 0, 0, 0, 0, {{0, 4 * base::kBlockElements, 0}}, {}}, 0);
+  static const csd::DeviceSpace space(
+      gate_layout(), {.groups = {{0, 4 * base::kBlockElements, 0}}, .matrices = {}}, 0);
   const auto* command = std::get_if<CommandFrame>(&up.body);
   if (command == nullptr) return;
   storage::StoreState state;

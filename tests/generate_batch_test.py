@@ -136,6 +136,37 @@ class GenerateBatch(StreamCase):
             self.assertRegex(told, r"goes on behind \d+, and inside \d+ more")
             self.assertEqual(self.answers(), whole)
 
+    def test_keys_and_values_on_devices_change_no_answer(self):
+        model, prompts = self.make_model(), self.long_prompts(count=8)
+        one = ("--cache", self.folder / "kv1", "--cache-format", "q8")
+        two = (*one, "--cache", self.folder / "kv2", "--memory", "2GB", "--save-every", "0.02s")
+        for name in ("kv1", "kv2"):  # nothing is measured
+            (self.folder / name).mkdir()
+            (self.folder / name / "smartinf.tuning").write_text(
+                "io_bytes = 1048576\nio_depth = 4\nread_bytes_per_second = 1e9\nwrite_bytes_per_second = 1e9\n")
+        journal = self.folder / "answers.jsonl.journal"
+        self.run_batch(model, prompts, "--cache-format", "q8", "--keep")
+        whole, size = self.answers(), journal.stat().st_size
+        for path in (journal, self.folder / "answers.jsonl"):
+            path.unlink()
+        process = self.begin(model, prompts, *two, journal_bytes=size // 3)
+        process.kill()
+        process.communicate()
+        self.assertEqual(process.returncode, -signal.SIGKILL)
+        for cache in self.folder.glob("kv*/smartinf.cache"):
+            with cache.open("r+b") as file:  # the first block, of a sequence that is not answered yet
+                for byte in os.pread(file.fileno(), 1, 128 * 1024 + 100):
+                    os.pwrite(file.fileno(), bytes([byte ^ 1]), 128 * 1024 + 100)
+        told = self.run_batch(model, prompts, *one[:2], code=1)
+        self.assertRegex(told, "--cache is .*kv1 and was .*kv1, .*kv2")
+        self.assertIn("--cache-format is f32 and was q8", told)
+        told = self.run_batch(model, prompts, *two)
+        self.assertRegex(told, r"goes on behind \d+, and inside \d+ more")
+        self.assertEqual(self.answers(), whole)
+        self.assertEqual({path.name for path in self.folder.glob("kv*/*")}, {"smartinf.tuning"})
+        self.run_batch(model, prompts, *one, "--fresh")
+        self.assertEqual(self.answers(), whole)
+
     def test_an_interrupt_saves_and_others_are_refused(self):
         model, prompts = self.make_model(), self.long_prompts(tokens=1000)
         process = self.begin(model, prompts, journal_bytes=2000)

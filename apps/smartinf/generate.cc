@@ -13,6 +13,7 @@
 #include "apps/smartinf/commands.h"
 #include "apps/smartinf/generate_flags.h"
 #include "apps/smartinf/interrupt.h"
+#include "apps/smartinf/remote_flags.h"
 #include "apps/smartinf/state_places.h"
 #include "apps/smartinf/text_codec.h"
 
@@ -258,8 +259,11 @@ class Generation {
 
 int run_generate(const GenerateFlags& flags) {
   if (!flags.batch.empty()) return run_batch(flags);
-  if (!flags.out.empty() || flags.fresh || flags.keep) {
-    return report(wrong("--out, --fresh and --keep are of a file of prompts", "Add --batch FILE."),
+  if (!flags.out.empty() || flags.fresh || flags.keep || !flags.cache.empty() ||
+      !flags.cache_format.empty()) {
+    return report(wrong("--out, --fresh, --keep, --cache and --cache-format are of a file of "
+                        "prompts",
+                        "Add --batch FILE."),
                   kExitUsage);
   }
   if (flags.prompts.empty() == flags.prompt_tokens.empty()) {
@@ -321,9 +325,29 @@ void add_batch_flags(CLI::App& command, GenerateFlags& flags) {
       ->group(kGroup);
   command
       .add_flag("--fresh", flags.fresh,
-                "Start over: delete the answers and the journal that are there")
+                "Start over: delete the answers and the journal that are there, and the keys and "
+                "values in --cache")
       ->group(kGroup);
-  command.add_flag("--keep", flags.keep, "Keep the journal when all is answered")->group(kGroup);
+  command
+      .add_flag("--keep", flags.keep,
+                "Keep the journal, and keys and values in --cache, when all is answered")
+      ->group(kGroup);
+  command
+      .add_option("--cache", flags.cache,
+                  "Folder on a drive, or device of another machine, that keeps keys and values and "
+                  "does the work on them; may be repeated [in memory]")
+      ->allow_extra_args(false)
+      ->type_name("DIR|grpc://HOST:PORT/NAME")
+      ->group(kGroup);
+  command
+      .add_option(
+          "--cache-format", flags.cache_format,
+          "How keys and values are kept; q8 takes half of bf16's bytes, and the answers are "
+          "others [that of the weights' type]")
+      ->check(CLI::IsMember(base::enum_name_list<kernels::CacheFormat>()))
+      ->type_name("bf16|f32|q8")
+      ->group(kGroup);
+  add_remote_flags(command, flags.remote);
 }
 
 }  // namespace
@@ -415,7 +439,8 @@ void add_generate(CLI::App& app, Run& run) {
       "  smartinf generate runs/quickstart --prompt 'def main' --temperature 0.7\n"
       "  smartinf generate models/mine --prompt 'Once' --prompt 'Never' --tokens 50\n"
       "  smartinf generate runs/chat --chat --prompt 'Who are you?' --memory 8GB\n"
-      "  smartinf generate models/mine --batch prompts.jsonl --out answers.jsonl");
+      "  smartinf generate models/mine --batch prompts.jsonl --out answers.jsonl\n"
+      "  smartinf generate models/mine --batch prompts.jsonl --out answers.jsonl --cache /nvme/kv");
   command->callback([flags, &run] { run = [flags] { return run_generate(*flags); }; });
 }
 

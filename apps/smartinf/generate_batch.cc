@@ -1,7 +1,12 @@
 // smartinf generate --batch: answers a file of prompts; run again, it goes on.
 #include <algorithm>
+#include <array>
+#include <bit>
+#include <filesystem>
 #include <memory>
 #include <optional>
+#include <system_error>
+#include <thread>
 #include <utility>
 
 #include <fmt/format.h>
@@ -11,10 +16,14 @@
 #include "smartinf/base/clock.h"
 #include "smartinf/base/enum_names.h"
 #include "smartinf/base/file.h"
+#include "smartinf/base/traffic.h"
 #include "smartinf/base/units.h"
+#include "smartinf/engine/device_key_value_store.h"
 #include "smartinf/engine/key_value_store.h"
+#include "smartinf/engine/local_source.h"
 #include "smartinf/engine/memory.h"
 #include "smartinf/model/architecture.h"
+#include "smartinf/storage/store.h"
 #include "smartinf/train/batch/batch_job.h"
 
 #include "apps/smartinf/commands.h"
@@ -95,8 +104,10 @@ class BatchScreen {
   void note(const std::string& line) {
     if (!json_) fmt::print(stderr, "{}\n", line);
   }
-  void show(const BatchProgress& progress) {
+  void show(const BatchProgress& progress, const base::TrafficReading& traffic) {
     last_ = progress;
+    read_bytes_ = traffic.up(base::TrafficKind::kCache);
+    written_bytes_ = traffic.down(base::TrafficKind::kCache);
     if (!json_) {
       bar_.rename(text_of(progress));
       (void)bar_(progress.answered, progress.prompts);  // the job heeds the stop itself
@@ -113,12 +124,13 @@ class BatchScreen {
  private:
   static constexpr double kJsonSeconds = 10;
 
-  static double rate(uint64_t tokens, double seconds) {
-    return static_cast<double>(tokens) / std::max(seconds, 1e-9);
+  static double rate(uint64_t count, double seconds) {
+    return static_cast<double>(count) / std::max(seconds, 1e-9);
   }
   std::string text_of(const BatchProgress& progress) const {
     std::string text = fmt::format("{} of {} answered", progress.answered, progress.prompts);
     if (progress.refused > 0) text += fmt::format(", {} with an error", progress.refused);
+    if (progress.lost > 0) text += fmt::format(", {} computed again", progress.lost);
     if (progress.active > 0) text += fmt::format(", {} at once", progress.active);
     if (progress.tokens > 0) {
       text += fmt::format(", {:.3g} tokens/s", rate(progress.tokens, progress.token_seconds));
@@ -126,6 +138,11 @@ class BatchScreen {
     if (progress.prompt_tokens > 0) {
       text += fmt::format(", prompts {:.3g} tokens/s",
                           rate(progress.prompt_tokens, progress.prompt_seconds));
+    }
+    if (written_bytes_ > 0) {
+      text += fmt::format("; drives: {} read, {} written",
+                          base::format_rate(rate(read_bytes_, progress.token_seconds)),
+                          base::format_bytes(written_bytes_));
     }
     return text;
   }
@@ -135,10 +152,13 @@ class BatchScreen {
                                               {"prompts", last_.prompts},
                                               {"refused", last_.refused},
                                               {"active", last_.active},
+                                              {"lost", last_.lost},
                                               {"tokens", last_.tokens},
                                               {"token_seconds", last_.token_seconds},
                                               {"prompt_tokens", last_.prompt_tokens},
-                                              {"prompt_seconds", last_.prompt_seconds}}
+                                              {"prompt_seconds", last_.prompt_seconds},
+                                              {"cache_read_bytes", read_bytes_},
+                                              {"cache_written_bytes", written_bytes_}}
                            .dump());
     std::fflush(stdout);
   }
@@ -147,6 +167,8 @@ class BatchScreen {
   Progress bar_;
   uint64_t shown_ns_ = base::now_ns();
   BatchProgress last_;
+  uint64_t read_bytes_ = 0;  // by drives, of keys and values
+  uint64_t written_bytes_ = 0;
 };
 
 Status check_flags(const GenerateFlags& flags) {
@@ -179,40 +201,132 @@ class Batch {
     if (prompts_->needs_text) SI_RETURN_IF_ERROR(coder.open());
     SI_ASSIGN_OR_RETURN(const uint64_t longest,
                         train::longest_sequence(*prompts_, &coder, source.architecture.positions));
-    SI_ASSIGN_OR_RETURN(const std::unique_ptr<train::SequenceDecoder> decoder,
-                        open_decoder(longest));
+    sources_ = engine::sources_at(flags_.cache, storage::RingKind::kAuto, flags_.remote);
+    SI_RETURN_IF_ERROR(load(longest));
     SI_ASSIGN_OR_RETURN(const train::JobIdentity identity, identity_of());
-    SI_RETURN_IF_ERROR(files_->start(identity, prompts_->file->lines()));
+    SI_RETURN_IF_ERROR(files_->start(identity, prompts_->file->lines(), places()));
     describe();
+    Result<std::unique_ptr<train::SequenceDecoder>> decoder = open_decoder();
+    if (!decoder.ok()) {
+      files_->forget();
+      return decoder.status();
+    }
 
     train::BatchOptions job;
     job.vocabulary = source.architecture.vocabulary;
     job.positions = source.architecture.positions;
     job.longest = longest;
     job.end_tokens = source.end_tokens;
-    job.sequences = flags_.sequences;
+    job.sequences = sequences_;
     job.save_every_s = flags_.save_every_s;
-    job.keep_journal = flags_.keep;
+    job.keep_journal = true;  // until keys and values are deleted
     job.stop = stop_;
-    const Status ran = train::BatchJob(*prompts_, *files_, &coder, *decoder, job)
-                           .run([&](const BatchProgress& progress) { screen_.show(progress); });
+    const Status ran = train::BatchJob(*prompts_, *files_, &coder, **decoder, job)
+                           .run([&](const BatchProgress& progress) {
+                             screen_.show(progress, store_ != nullptr ? store_->traffic()
+                                                                      : base::TrafficReading());
+                           });
     screen_.end(ran.ok());
-    return ran;
+    SI_RETURN_IF_ERROR(ran);
+    decoder->reset();
+    if (!flags_.keep) delete_cache();
+    return files_->finish(flags_.keep);
   }
 
  private:
-  Result<std::unique_ptr<train::SequenceDecoder>> open_decoder(uint64_t longest) {
-    const uint64_t sequences = std::clamp<uint64_t>(prompts_->prompts, 1, flags_.sequences);
-    const auto bytes = [&](const engine::KeyValueShape& shape) {
-      const uint64_t one = engine::memory_store_bytes(shape, std::max<uint64_t>(longest, 1));
-      const uint64_t taken = std::clamp(room_beside_weights(shape), one, sequences * one);
-      room_ = fmt::format("keys and values: {} for {} sequences at once, of up to {} tokens",
-                          base::format_bytes(taken), taken / one, longest);
-      return taken;
+  Status load(uint64_t longest) {
+    longest = std::max<uint64_t>(longest, 1);
+    const uint64_t wanted = std::clamp<uint64_t>(prompts_->prompts, 1, flags_.sequences);
+    const auto bytes = [&](const engine::KeyValueShape& model) {
+      const engine::KeyValueShape shape = in_format(model);
+      const uint64_t block = kernels::cache_block_bytes(shape.attention.block);
+      const uint64_t room = room_beside_weights(model);
+      const auto devices = static_cast<uint64_t>(std::ranges::count_if(
+          flags_.cache, [](const std::string& path) { return !serve::is_remote(path); }));
+      device_bytes_ = std::max(
+          kDeviceBlocksMin * block,
+          std::min(engine::DeviceStoreOptions().device_memory_bytes, room / 4 / (devices + 1)));
+      const uint64_t fixed = devices * device_bytes_;
+      // Beside devices: the block of each layer that is not whole.
+      const uint64_t one =
+          sources_.empty() ? engine::memory_store_bytes(shape, longest) : shape.layers * block;
+      store_bytes_ = fixed + std::clamp(room - std::min(room, fixed), one, wanted * one);
+      const uint64_t fit = (store_bytes_ - fixed) / one;
+      // In memory more of the shorter ones may fit.
+      sequences_ = sources_.empty() ? flags_.sequences : fit;
+      room_ = fmt::format("keys and values: {} for {} sequences at once, of up to {} tokens{}",
+                          base::format_bytes(store_bytes_), fit, longest,
+                          sources_.empty() ? "" : ", beside " + device_names());
+      return store_bytes_;
     };
-    SI_RETURN_IF_ERROR(generator_->load(
-        {.sequences = sequences, .longest = std::max<uint64_t>(longest, 1), .store_bytes = bytes}));
-    return generator_->decoder({.store = nullptr, .store_works_beside = false, .stop = stop_});
+    return generator_->load({.sequences = wanted, .longest = longest, .store_bytes = bytes});
+  }
+
+  engine::KeyValueShape in_format(engine::KeyValueShape shape) const {
+    if (!flags_.cache_format.empty()) {
+      shape.attention.block.format =
+          *base::enum_from_name<kernels::CacheFormat>(flags_.cache_format);
+    }
+    return shape;
+  }
+
+  /// Devices and their number for this job, the same at every start.
+  train::JobIdentity places() const {
+    if (sources_.empty()) return {};
+    return {{"--cache", device_names()},
+            {kJobName, files_->found(kJobName).value_or(storage::make_run_id().to_string())}};
+  }
+
+  std::string device_names() const {
+    std::vector<std::string> names;
+    for (const std::string& path : flags_.cache) {
+      std::error_code error;
+      const auto place = std::filesystem::weakly_canonical(std::filesystem::absolute(path), error);
+      names.push_back(serve::is_remote(path) || error ? path : place.string());
+    }
+    return fmt::format("{}", fmt::join(names, ", "));
+  }
+
+  Result<std::unique_ptr<train::SequenceDecoder>> open_decoder() {
+    train::Generator::DecoderOptions options;
+    options.store_works_beside = !sources_.empty();
+    options.stop = stop_;
+    const engine::KeyValueShape shape = in_format(generator_->key_value_shape());
+    if (!sources_.empty()) {
+      SI_ASSIGN_OR_RETURN(options.store, open_devices(shape));
+      store_ = options.store.get();
+    } else if (!flags_.cache_format.empty()) {
+      const uint32_t cores = std::max(1u, std::thread::hardware_concurrency());
+      options.store = engine::make_memory_store(shape, store_bytes_,
+                                                flags_.threads != 0 ? flags_.threads : cores);
+    }
+    return generator_->decoder(std::move(options));
+  }
+
+  Result<std::unique_ptr<engine::KeyValueStore>> open_devices(const engine::KeyValueShape& shape) {
+    engine::DeviceStoreOptions options;
+    options.shape = shape;
+    const std::string number = *files_->found(kJobName);
+    options.job = std::bit_cast<std::array<uint8_t, 16>>(
+        std::array{base::checksum(std::as_bytes(std::span(number))),
+                   base::checksum(std::as_bytes(std::span(number)), 1)});
+    options.identity = fmt::format("the batch job {:016x}", files_->job());
+    options.afresh = flags_.fresh;
+    options.device_memory_bytes = device_bytes_;
+    auto store = engine::make_device_store(sources_, options);
+    if (store.status().code() != ErrorCode::kCorrupt) return store;
+    screen_.note("keys and values: " + store.status().to_string());
+    screen_.note("keys and values: all of them are computed again");
+    options.afresh = true;
+    return engine::make_device_store(sources_, options);
+  }
+
+  /// The answers are there, whatever becomes of it.
+  void delete_cache() {
+    const Status erased = engine::erase_device_store(sources_);
+    if (!erased.ok()) {
+      screen_.note("keys and values: they could not be deleted: " + erased.to_string());
+    }
   }
 
   /// A quarter of all where the weights do not fit, and are read for each step.
@@ -245,6 +359,8 @@ class Batch {
     add("--top-p", flags_.sampling.top_p);
     add("--seed", flags_.sampling.seed);
     add("--chat", flags_.chat);
+    const engine::KeyValueShape shape = in_format(generator_->key_value_shape());
+    add("--cache-format", base::enum_name(shape.attention.block.format));
     return identity;
   }
 
@@ -261,11 +377,20 @@ class Batch {
     }
   }
 
+  /// In the journal's header: random, by which devices know the job's keys and values.
+  static constexpr const char* kJobName = "the number of its keys and values";
+  static constexpr uint64_t kDeviceBlocksMin = 16;  // of memory
+
   const GenerateFlags& flags_;
   const std::stop_token stop_;
   BatchScreen screen_;
   uint64_t host_bytes_ = 0;  // 0: what is free
   std::string room_;         // for people
+  uint64_t store_bytes_ = 0;   // of keys and values
+  uint64_t device_bytes_ = 0;  // of them, for each device
+  uint64_t sequences_ = 0;     // at once
+  engine::DeviceSources sources_;
+  const engine::KeyValueStore* store_ = nullptr;  // on devices; the decoder's
   std::unique_ptr<train::JobFiles> files_;
   std::optional<train::BatchPrompts> prompts_;
   std::unique_ptr<train::Generator> generator_;

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "smartinf/base/status.h"
+#include "smartinf/serve/options.h"
 #include "smartinf/train/generator.h"
 #include "smartinf/train/sampling.h"
 
@@ -34,6 +35,9 @@ struct GenerateFlags {
   double save_every_s = 60;
   bool fresh = false;
   bool keep = false;
+  std::vector<std::string> cache;  // devices for keys and values; empty: in memory
+  std::string cache_format;        // empty: that of the type
+  serve::RemoteOptions remote;
 };
 
 /// The model of a run or a folder, and the memory that it may take.

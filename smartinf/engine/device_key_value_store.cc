@@ -52,6 +52,11 @@ class DeviceStore final : public KeyValueStore {
   Status failure(SequenceId id) const override;
   void close(SequenceId id) override;
   Status save() override;
+  base::TrafficReading traffic() const override {
+    base::TrafficReading all;
+    for (const auto& device : devices_) all += device->store_traffic();
+    return all;
+  }
 
  private:
   /// What a device says to a message; stays where it is until then.
@@ -212,7 +217,8 @@ Result<uint64_t> DeviceStore::place(Sequence& sequence, uint64_t bytes) {
     Status opened = run(d, csd::OpenSequence{sequence.id, sequence.tokens_max, false, &saved});
     sequence.device = d;
     if (opened.ok()) return saved;
-    if (refused.ok()) refused = std::move(opened);
+    // A caller has an answer to a lack of room, also beside a device that is lost.
+    if (refused.ok() || opened.code() == ErrorCode::kNoSpace) refused = std::move(opened);
   }
   return refused;
 }
@@ -274,7 +280,9 @@ void DeviceStore::close(SequenceId id) {
   if (sequence == nullptr) return;
   for (Layer& layer : sequence->layers) (void)wait(layer.appended);
   const Status closed = run(sequence->device, csd::CloseSequence{id});
-  if (!closed.ok()) base::log(base::LogLevel::kWarning, closed.to_string());
+  if (!closed.ok() && sequence->failed.ok()) {
+    base::log(base::LogLevel::kWarning, closed.to_string());
+  }
   placed_[sequence->device].bytes_used -=
       base::divide_up(sequence->tokens_max, uint64_t{kBlockTokens}) * options_.shape.layers *
       block_bytes_;
@@ -506,13 +514,15 @@ Result<std::unique_ptr<KeyValueStore>> make_device_store(const DeviceSources& so
 }
 
 Status erase_device_store(const DeviceSources& sources) {
+  Status first;
   for (const auto& source : sources) {
     const Result<storage::StoreSummary> found = source->summarize();
     if (found.status().code() == ErrorCode::kNotFound) continue;
-    SI_RETURN_IF_ERROR(found.status());
-    if (is_smallest(found->layout)) SI_RETURN_IF_ERROR(source->erase());
+    Status erased = found.status();
+    if (found.ok() && is_smallest(found->layout)) erased = source->erase();
+    if (first.ok()) first = std::move(erased);
   }
-  return Status();
+  return first;
 }
 
 }  // namespace smartinf::engine

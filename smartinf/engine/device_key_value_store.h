@@ -35,7 +35,8 @@ base::Result<std::unique_ptr<KeyValueStore>> make_device_store(const DeviceSourc
                                                                DeviceStoreOptions options);
 
 /// Deletes what make_device_store() made there, after the store is closed; the state of a run that
-/// lies beside it stays, and the cache with it. Errors: the sources'.
+/// lies beside it stays, and the cache with it. Errors: the first of the sources'; the others are
+/// deleted.
 base::Status erase_device_store(const DeviceSources& sources);
 
 }  // namespace smartinf::engine

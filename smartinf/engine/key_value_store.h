@@ -9,6 +9,7 @@
 
 #include "smartinf/base/float_formats.h"
 #include "smartinf/base/status.h"
+#include "smartinf/base/traffic.h"
 #include "smartinf/kernels/attention.h"
 
 namespace smartinf::engine {
@@ -65,6 +66,8 @@ class KeyValueStore {
   virtual void close(SequenceId id) = 0;
   /// What is there survives this process, where it is kept outside of memory.
   virtual base::Status save() { return {}; }
+  /// Bytes that drives have read (up) and written (down) for it since it was opened.
+  virtual base::TrafficReading traffic() const { return {}; }
 };
 
 /// Bytes that such a store takes for a sequence.

@@ -33,8 +33,9 @@ class StoreCache final : public KeyValueCache {
   void extend(uint32_t layer, Tensor& key_BKTD, Tensor& value_BKTD) override {
     const Tensor key_BTKD = key_BKTD.transpose(1, 2).contiguous();
     const Tensor value_BTKD = value_BKTD.transpose(1, 2).contiguous();
-    throw_if_error(store_.append(id_, layer, static_cast<uint64_t>(key_BTKD.size(1)), type_,
-                                 key_BTKD.const_data_ptr(), value_BTKD.const_data_ptr()));
+    Status appended = store_.append(id_, layer, static_cast<uint64_t>(key_BTKD.size(1)), type_,
+                                    key_BTKD.const_data_ptr(), value_BTKD.const_data_ptr());
+    if (store_.failure(id_).ok()) throw_if_error(std::move(appended));
   }
 
  private:
@@ -106,6 +107,7 @@ void RowDecoder::fill(std::span<const SequenceInput> sequences) {
 }
 
 Status RowDecoder::admit(std::span<const SequenceInput> sequences) {
+  drop_lost();  // those of save()
   const size_t before = sequences_.size();
   const Status status = guarded("begin sequences", [&]() -> Status {
     for (const SequenceInput& input : sequences) SI_RETURN_IF_ERROR(open(input));
@@ -118,15 +120,20 @@ Status RowDecoder::admit(std::span<const SequenceInput> sequences) {
                  next.begin() + static_cast<std::ptrdiff_t>(store_->tokens(sequences[i].id)));
     }
     for (;;) {
+      drop_lost();
       std::vector<Sequence*> behind;
-      for (size_t i = before; i < sequences_.size(); ++i) {
-        if (sequences_[i]->next.size() > 1) behind.push_back(sequences_[i].get());
+      for (const auto& one : sequences_) {
+        if (one->next.size() > 1) behind.push_back(one.get());
       }
       if (behind.empty()) return Status();
       run_pass(behind, nullptr);
     }
   });
-  while (!status.ok() && sequences_.size() > before) release(sequences_.back()->id);
+  if (status.ok()) return status;
+  while (sequences_.size() > before) release(sequences_.back()->id);
+  std::erase_if(lost_, [&](const LostSequence& one) {
+    return std::ranges::find(sequences, one.id, &SequenceInput::id) != sequences.end();
+  });
   return status;
 }
 
@@ -135,6 +142,7 @@ Status RowDecoder::step(const Choose& choose) {
     std::vector<Sequence*> all;
     for (const auto& one : sequences_) all.push_back(one.get());
     if (!all.empty()) run_pass(all, &choose);
+    drop_lost();
     return Status();
   });
 }
@@ -142,6 +150,15 @@ Status RowDecoder::step(const Choose& choose) {
 void RowDecoder::release(SequenceId id) {
   store_->close(id);
   std::erase_if(sequences_, [&](const auto& one) { return one->id == id; });
+}
+
+void RowDecoder::drop_lost() {
+  const size_t before = lost_.size();
+  for (const auto& one : sequences_) {
+    Status why = store_->failure(one->id);
+    if (!why.ok()) lost_.push_back({one->id, std::move(why)});
+  }
+  for (size_t i = before; i < lost_.size(); ++i) release(lost_[i].id);
 }
 
 std::vector<ModelRows> RowDecoder::groups_of(std::span<Sequence* const> sequences) const {
@@ -218,6 +235,7 @@ void RowDecoder::choose_tokens(std::span<Sequence* const> sequences,
       const size_t vocabulary = logits_MV.size() / count;
       for (size_t r = 0; r < count; ++r, ++at) {
         Sequence& one = *sequences[at];
+        if (!store_->failure(one.id).ok()) continue;
         one.next.push_back(choose(one.id, logits_MV.subspan(r * vocabulary, vocabulary)));
       }
     }

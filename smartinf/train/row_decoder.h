@@ -7,6 +7,7 @@
 #include <functional>
 #include <memory>
 #include <stop_token>
+#include <utility>
 #include <vector>
 
 #include "smartinf/engine/key_value_store.h"
@@ -40,6 +41,7 @@ class RowDecoder final : public SequenceDecoder {
   base::Status admit(std::span<const SequenceInput> sequences) override;
   base::Status step(const Choose& choose) override;
   void release(SequenceId id) override;
+  std::vector<LostSequence> take_lost() override { return std::exchange(lost_, {}); }
   base::Status save() override { return store_->save(); }
 
   /// Logits are made for so many rows at a time.
@@ -54,6 +56,7 @@ class RowDecoder final : public SequenceDecoder {
   base::Status open(const SequenceInput& input);
   void fill(std::span<const SequenceInput> sequences);
   void run_pass(std::span<Sequence* const> sequences, const Choose* choose);
+  void drop_lost();
   std::vector<ModelRows> groups_of(std::span<Sequence* const> sequences) const;
   void run_layer(const RowModel::Layer& layer, std::span<ModelRows> groups);
   void choose_tokens(std::span<Sequence* const> sequences, std::span<const ModelRows> groups,
@@ -66,6 +69,7 @@ class RowDecoder final : public SequenceDecoder {
   base::ThreadTeam team_;
   RowModel rows_;
   std::vector<std::unique_ptr<Sequence>> sequences_;
+  std::vector<LostSequence> lost_;  // until take_lost()
 };
 
 /// The shape of the stores that a decoder of this model works with.

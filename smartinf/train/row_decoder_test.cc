@@ -49,6 +49,57 @@ class DrawnWeights final : public engine::WeightSource {
   Tensor weights_N_;
 };
 
+/// A store in memory that loses a sequence.
+class LosingStore final : public engine::KeyValueStore {
+ public:
+  LosingStore(const engine::KeyValueShape& shape, SequenceId loses, uint64_t attends)
+      : store_(engine::make_memory_store(shape, uint64_t{1} << 26, 1)),
+        loses_(loses),
+        attends_left_(attends) {}
+
+  Status open(SequenceId id, uint64_t tokens_max) override { return store_->open(id, tokens_max); }
+  uint64_t tokens(SequenceId id) const override { return store_->tokens(id); }
+  Status append(SequenceId id, uint32_t layer, uint64_t count, DataType type, const void* keys,
+                const void* values) override {
+    // 0: a prompt's keys and values are refused.
+    if (id == loses_ && attends_left_ == 0) lost_ = true;
+    SI_RETURN_IF_ERROR(failure(id));
+    return store_->append(id, layer, count, type, keys, values);
+  }
+  base::Result<engine::AttendTicket> begin_attend(
+      uint32_t layer, std::span<const engine::AttendQuery> queries) override {
+    std::vector<engine::AttendQuery> others;
+    for (const engine::AttendQuery& query : queries) {
+      if (query.id == loses_ && attends_left_ > 0 && --attends_left_ == 0) lost_ = true;
+      if (failure(query.id).ok()) others.push_back(query);
+    }
+    any_lost_ = others.size() < queries.size();
+    SI_ASSIGN_OR_RETURN(const engine::AttendTicket ticket, store_->begin_attend(layer, others));
+    SI_RETURN_IF_ERROR(store_->finish_attend(ticket));
+    return ticket;
+  }
+  Status finish_attend(engine::AttendTicket /*ticket*/) override {
+    return any_lost_ ? failure(loses_) : Status();
+  }
+  Status failure(SequenceId id) const override {
+    return id == loses_ && lost_ ? Status(ErrorCode::kCorrupt, "a block is damaged") : Status();
+  }
+  void close(SequenceId id) override {
+    if (id == loses_ && lost_) {
+      lost_ = false;
+      attends_left_ = ~uint64_t{0};
+    }
+    store_->close(id);
+  }
+
+ private:
+  const std::unique_ptr<engine::KeyValueStore> store_;
+  const SequenceId loses_;
+  uint64_t attends_left_;
+  bool lost_ = false;
+  bool any_lost_ = false;
+};
+
 class Loaded {
  public:
   Loaded(const model::Architecture& architecture, DataType type)
@@ -69,6 +120,13 @@ class Loaded {
         LoadedModel{model_, stream_, pass_, nullptr, type_},
         engine::make_memory_store(key_value_shape(model_.architecture(), format), bytes, 1),
         RowDecoder::Options{threads, halves, {}});
+  }
+  std::unique_ptr<SequenceDecoder> losing(SequenceId id, uint64_t attends) {
+    return std::make_unique<RowDecoder>(
+        LoadedModel{model_, stream_, pass_, nullptr, type_},
+        std::make_unique<LosingStore>(
+            key_value_shape(model_.architecture(), kernels::CacheFormat::kBf16), id, attends),
+        RowDecoder::Options{1, false, {}});
   }
   std::unique_ptr<SequenceDecoder> by_torch() {
     return std::make_unique<TorchDecoder>(model_, pass_, torch::dtype(scalar_type(type_)),
@@ -228,6 +286,36 @@ TEST(RowDecoder, ASequenceHasTheSameBitsHoweverItIsComputed) {
       go_on(*again, 5, behind);
       EXPECT_EQ(behind[id], together[id]);
     }
+  }
+}
+
+TEST(RowDecoder, OnlyTheSequenceThatIsLostEndsAndItGoesOnWithTheSameBits) {
+  constexpr SequenceId kLost = 8;
+  Loaded loaded(forms().front().architecture, DataType::kBf16);
+  Logits together;
+  const auto all = loaded.by_rows();
+  admit(*all, prompts());
+  go_on(*all, 9, together);
+  // In its prompt; in the first step; in the middle of the third one.
+  for (const uint64_t attends : {0, 1, 8}) {
+    SCOPED_TRACE(attends);
+    Logits logits;
+    const auto losing = loaded.losing(kLost, attends);
+    admit(*losing, prompts());
+    for (int i = 0; i < 9; ++i) {
+      for (const LostSequence& one : losing->take_lost()) {
+        EXPECT_EQ(one.id, kLost);
+        EXPECT_EQ(one.why.code(), ErrorCode::kCorrupt);
+        std::vector<int64_t> made;
+        for (size_t m = 1; m <= logits[kLost].size(); ++m) made.push_back(token_of(kLost, m));
+        admit(*losing, {{kLost, prompts().at(kLost)}}, made);
+      }
+      go_on(*losing, 1, logits);
+    }
+    EXPECT_EQ(logits.at(kLost).size(), attends == 0 ? 9u : 8u);
+    Logits expected = together;
+    expected[kLost].resize(logits.at(kLost).size());
+    EXPECT_EQ(logits, expected);
   }
 }
 

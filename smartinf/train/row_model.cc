@@ -205,8 +205,9 @@ void RowModel::begin_layer(const Layer& layer, ModelRows& rows, engine::KeyValue
   rows.queries.clear();
   for (size_t r = 0; r < count; ++r) {
     const float* value_KD = qkv_ME.data() + r * (queries + 2 * keys) + queries + keys;
-    throw_if_error(store.append(rows.ids[r], layer.index, 1, base::DataType::kF32,
-                                key_MKD.data() + r * keys, value_KD));
+    base::Status appended = store.append(rows.ids[r], layer.index, 1, base::DataType::kF32,
+                                         key_MKD.data() + r * keys, value_KD);
+    if (store.failure(rows.ids[r]).ok()) throw_if_error(std::move(appended));
     rows.queries.push_back(
         {rows.ids[r], rows.query_MHD.data() + r * queries, rows.attended_MHD.data() + r * queries});
   }
@@ -285,7 +286,11 @@ void RowModel::add_made(const Layer& layer, Part post_norm, std::vector<float> m
 }
 
 void RowModel::end_layer(const Layer& layer, ModelRows& rows, engine::KeyValueStore& store) {
-  throw_if_error(store.finish_attend(rows.ticket));
+  base::Status attended = store.finish_attend(rows.ticket);
+  const auto failed = [&](engine::SequenceId id) { return !store.failure(id).ok(); };
+  if (!attended.ok() && std::ranges::none_of(rows.ids, failed)) {
+    throw_if_error(std::move(attended));
+  }
   kernels::round_to(type_, rows.attended_MHD);
   add_made(layer, Part::kAttentionPostNorm,
            product(layer, Part::kOutput, Part::kOutputBias, rows.attended_MHD), rows.x_MC);

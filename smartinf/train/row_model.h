@@ -37,7 +37,8 @@ struct ModelRows {
   size_t count() const { return ids.size(); }
 };
 
-/// Threads: one caller. Errors: StatusError of the store.
+/// Threads: one caller. Errors: StatusError of the store. A row of a sequence for which the store
+/// has a failure() goes on with numbers that mean nothing, and the other rows are as without it.
 class RowModel {
  public:
   /// model: on the CPU; it and team outlive this.

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <functional>
 #include <span>
+#include <vector>
 
 #include "smartinf/base/status.h"
 
@@ -17,6 +18,12 @@ struct SequenceInput {
   std::span<const int64_t> prompt;  // not empty, below the vocabulary
   std::span<const int64_t> made;    // what it was continued with before, in an interrupted job
   uint64_t tokens_max = 0;          // prompt and all new ones; above those of prompt and made
+};
+
+/// A sequence whose keys and values cannot be used any more.
+struct LostSequence {
+  SequenceId id = 0;
+  base::Status why;  // names the device
 };
 
 /// Tokens and bits of a sequence do not depend on the others, nor on when it was taken in.
@@ -39,6 +46,10 @@ class SequenceDecoder {
   virtual base::Status step(const Choose& choose) = 0;
   /// Forgets a sequence; its keys and values are gone.
   virtual void release(SequenceId id) = 0;
+  /// Sequences that admit() and step() have lost since the last call, with a device or because of
+  /// damaged blocks; `choose` was not called for them in that step. They are released, and go on
+  /// with the same bits when they are taken in again with all their tokens.
+  virtual std::vector<LostSequence> take_lost() { return {}; }
   /// The keys and values so far survive this process, where the store is on devices.
   virtual base::Status save() = 0;
 };

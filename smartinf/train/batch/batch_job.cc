@@ -6,6 +6,7 @@
 #include <fmt/format.h>
 
 #include "smartinf/base/checksum.h"
+#include "smartinf/base/log.h"
 #include "smartinf/train/batch/answer.h"
 
 namespace smartinf::train {
@@ -100,7 +101,10 @@ Status BatchJob::run_all(const std::function<void(const BatchProgress&)>& watch)
 
 Status BatchJob::save() {
   SI_RETURN_IF_ERROR(files_.save());
-  SI_RETURN_IF_ERROR(decoder_.save());
+  // The tokens are safe; keys and values can be computed again.
+  if (const Status saved = decoder_.save(); !saved.ok() && !std::exchange(said_unsaved_, true)) {
+    base::log(base::LogLevel::kWarning, saved.to_string());
+  }
   saved_ns_ = base::now_ns();
   return Status();
 }
@@ -205,6 +209,27 @@ Status BatchJob::try_wave(uint64_t count) {
     active_.emplace(waiting_.front().line.number, std::move(waiting_.front()));
     waiting_.pop_front();
   }
+  return take_lost();
+}
+
+/// Lost sequences are taken in again, before all others.
+Status BatchJob::take_lost() {
+  const std::vector<LostSequence> lost = decoder_.take_lost();
+  for (const LostSequence& one : lost) {
+    Sequence& sequence = active_.at(one.id);
+    if (std::exchange(sequence.lost_with, sequence.made.size()) != sequence.made.size()) {
+      sequence.lost = 0;
+    }
+    if (++sequence.lost == kLostMax) return one.why;
+    waiting_.push_front(std::move(sequence));
+    active_.erase(one.id);
+    admission_.left();
+  }
+  if (!lost.empty()) {
+    progress_.lost += lost.size();
+    base::log(base::LogLevel::kWarning, fmt::format("{} of the sequences are computed again: {}",
+                                                    lost.size(), lost.front().why.to_string()));
+  }
   return Status();
 }
 
@@ -228,7 +253,7 @@ Status BatchJob::step() {
     admission_.left();
   }
   progress_.token_seconds += base::seconds_since(begin_ns);
-  return Status();
+  return take_lost();
 }
 
 /// Whether a sequence is at its end follows from its tokens alone, so that a job that goes on later

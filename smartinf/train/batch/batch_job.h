@@ -75,6 +75,7 @@ struct BatchProgress {
   uint64_t answered = 0;  // ever
   uint64_t refused = 0;   // answered with an error
   uint64_t active = 0;    // now
+  uint64_t lost = 0;      // sequences that were computed again
   uint64_t prompt_tokens = 0;
   uint64_t tokens = 0;
   double prompt_seconds = 0;
@@ -98,7 +99,11 @@ class BatchJob {
     std::vector<int64_t> prompt;
     std::vector<int64_t> made;
     uint64_t made_max = 0;
+    size_t lost_with = 0;  // tokens that it had when it was lost
+    uint64_t lost = 0;     // times with so many
   };
+  /// A sequence that is lost so often without a new token ends the job.
+  static constexpr uint64_t kLostMax = 4;
   base::Status run_all(const std::function<void(const BatchProgress&)>& watch);
   base::Status admit();
   base::Status prepare(uint64_t count);
@@ -106,6 +111,7 @@ class BatchJob {
   base::Result<std::vector<int64_t>> prompt_of(const PromptLine& line);
   base::Status try_wave(uint64_t count);
   base::Status step();
+  base::Status take_lost();
   base::Result<bool> answer_if_done(const Sequence& one);
   base::Result<std::optional<std::string>> text_before_stop(const Sequence& one,
                                                             std::span<const int64_t> made);
@@ -120,9 +126,10 @@ class BatchJob {
   Admission admission_;
   BatchProgress progress_;
   uint64_t next_line_ = 1;
-  std::deque<Sequence> waiting_;           // prepared; at most a wave
+  std::deque<Sequence> waiting_;           // prepared: a wave at most, and lost ones
   std::map<SequenceId, Sequence> active_;  // by line
   uint64_t saved_ns_ = base::now_ns();
+  bool said_unsaved_ = false;  // that keys and values cannot be saved
 };
 
 }  // namespace smartinf::train

@@ -33,6 +33,7 @@ class FakeDecoder final : public SequenceDecoder {
  public:
   uint64_t room = 1000;            // tokens
   uint64_t steps_left = 1u << 30;  // before it fails
+  uint64_t loses_every = 0;        // so many sequences that it computes; 0: none is lost
   std::vector<size_t> waves;
   std::multiset<SequenceId> prompts;  // each that was computed
 
@@ -54,6 +55,10 @@ class FakeDecoder final : public SequenceDecoder {
     if (steps_left-- == 0) return Status(ErrorCode::kIo, "the device is gone");
     for (Sequence& one : sequences_) {
       SI_CHECK(one.tokens.size() < one.tokens_max, "it should have been released");
+      if (loses_every != 0 && ++computed_ % loses_every == 0) {
+        lost_.push_back({one.id, Status(ErrorCode::kCorrupt, "a block is damaged", "", {})});
+        continue;
+      }
       uint64_t bits = base::checksum(std::as_bytes(std::span(one.tokens)));
       std::vector<float> logits(kVocabulary);
       for (float& logit : logits) {
@@ -62,8 +67,10 @@ class FakeDecoder final : public SequenceDecoder {
       }
       one.tokens.push_back(choose(one.id, logits));
     }
+    for (const LostSequence& one : lost_) release(one.id);
     return Status();
   }
+  std::vector<LostSequence> take_lost() override { return std::exchange(lost_, {}); }
   void release(SequenceId id) override {
     const auto found = std::ranges::find(sequences_, id, &Sequence::id);
     used_ -= found->tokens_max;
@@ -78,6 +85,8 @@ class FakeDecoder final : public SequenceDecoder {
     Tokens tokens;
   };
   std::vector<Sequence> sequences_;
+  std::vector<LostSequence> lost_;
+  uint64_t computed_ = 0;
   uint64_t used_ = 0;
 };
 
@@ -200,6 +209,22 @@ TEST_F(BatchJobTest, AnswersDoNotDependOnWhatIsComputedBesideThem) {
       EXPECT_EQ(answers(), first) << sequences << " " << room;
     }
   }
+}
+
+TEST_F(BatchJobTest, LostSequencesAreTakenInAgain) {
+  write_many();
+  ASSERT_TRUE(run().ok());
+  const auto whole = answers();
+  fs::remove(answers_);
+  decoder_ = FakeDecoder();
+  decoder_.loses_every = 11;
+  ASSERT_TRUE(run().ok());
+  EXPECT_EQ(answers(), whole);
+  EXPECT_GT(progress_.lost, 10u);
+  fs::remove(answers_);
+  decoder_ = FakeDecoder();
+  decoder_.loses_every = 1;
+  EXPECT_EQ(run().code(), ErrorCode::kCorrupt);
 }
 
 TEST_F(BatchJobTest, AnInterruptedJobGoesOnInsideItsAnswers) {

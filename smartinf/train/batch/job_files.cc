@@ -174,17 +174,33 @@ Status JobFiles::look_at_what_is_there() {
   return Status();
 }
 
-Status JobFiles::start(const JobIdentity& identity, uint64_t lines) {
+Status JobFiles::start(const JobIdentity& identity, uint64_t lines, const JobIdentity& places) {
   SI_CHECK(lines < std::numeric_limits<uint32_t>::max(), "a line's number has 32 bits");
-  const std::string header = header_of(identity);
-  SI_CHECK(header.size() <= kHeaderBytesMax, "the identity is short");
-  if (!fresh_ && found_ != header) return refuse_other(text_of_header(found_), identity);
-  job_ = sum_of(header);
+  JobIdentity all = identity;
+  all.insert(all.end(), places.begin(), places.end());
+  const std::string header = header_of(all);
+  if (header.size() > kHeaderBytesMax) {
+    return Status(ErrorCode::kInvalidArgument, "the names of the job's places are too long");
+  }
+  if (!fresh_ && found_ != header) return refuse_other(all);
+  found_ = header;
+  job_ = sum_of(header_of(identity));
   answered_.assign(lines, false);
   journal_bytes_ = header.size();
   SI_ASSIGN_OR_RETURN(answers_file_, base::open_regular_file(answers_path_, O_RDWR | O_CREAT,
                                                              "cannot open the answers"));
   return fresh_ ? begin(header) : go_on();
+}
+
+std::optional<std::string> JobFiles::found(const std::string& name) const {
+  const nlohmann::json header = base::parse_json(text_of_header(found_));
+  const auto there = header.is_object() ? header.find(name) : header.end();
+  if (there == header.end() || !there->is_string()) return std::nullopt;
+  return there->get<std::string>();
+}
+
+void JobFiles::forget() {
+  if (fresh_) (void)::unlink(journal_path_.c_str());
 }
 
 Status JobFiles::begin(const std::string& header) {
@@ -199,21 +215,19 @@ Status JobFiles::begin(const std::string& header) {
   return sync_folder_of(answers_path_);
 }
 
-Status JobFiles::refuse_other(std::string_view header, const JobIdentity& identity) const {
-  const nlohmann::json found = base::parse_json(header);
+Status JobFiles::refuse_other(const JobIdentity& wanted) const {
+  const nlohmann::json found = base::parse_json(text_of_header(found_));
   std::string differ;
   const auto add = [&](const std::string& name, const std::string& now, const std::string& was) {
     differ += fmt::format("{}{} is {} and was {}", differ.empty() ? "" : ", ", name, now, was);
   };
-  for (const auto& [name, value] : identity) {
-    const auto there = found.is_object() ? found.find(name) : found.end();
-    const bool text = there != found.end() && there->is_string();
-    const std::string was = text ? there->get<std::string>() : "not known";
+  for (const auto& [name, value] : wanted) {
+    const std::string was = this->found(name).value_or("not known");
     if (was != value) add(name, value, was);
   }
   for (const auto& [name, value] : found.items()) {
     const bool known =
-        std::ranges::any_of(identity, [&](const auto& one) { return one.first == name; });
+        std::ranges::any_of(wanted, [&](const auto& one) { return one.first == name; });
     if (!known) add(name, "not known", value.dump());
   }
   return Status(ErrorCode::kMismatch, "the journal is of another job: " + differ,

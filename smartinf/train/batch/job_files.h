@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -29,12 +30,17 @@ class JobFiles {
   static base::Result<std::unique_ptr<JobFiles>> lock(const std::string& answers, bool fresh);
   /// First of all: begins a job of so many lines, or finds what an earlier start of the same one
   /// has left. Errors: kMismatch with what differs; kNoSpace, kIo.
-  base::Status start(const JobIdentity& identity, uint64_t lines);
+  /// places: what a job goes on only with, though its answers do not depend on it.
+  base::Status start(const JobIdentity& identity, uint64_t lines, const JobIdentity& places = {});
+  /// A value of the job, before start() of the one that was found; nothing where it has none.
+  std::optional<std::string> found(const std::string& name) const;
+  /// After start(), where nothing was made since: a job that it has begun is not there any more.
+  void forget();
   JobFiles(const JobFiles&) = delete;
   JobFiles& operator=(const JobFiles&) = delete;
   ~JobFiles();
 
-  /// A number of the job, the same at every start.
+  /// A number of the job, which follows from its identity.
   uint64_t job() const { return job_; }
   bool answered(uint64_t line) const { return answered_.at(line - 1); }
   uint64_t answers() const { return answers_; }
@@ -67,7 +73,7 @@ class JobFiles {
   base::Status take_lock();
   base::Status look_at_what_is_there();
   base::Status begin(const std::string& header);
-  base::Status refuse_other(std::string_view header, const JobIdentity& identity) const;
+  base::Status refuse_other(const JobIdentity& wanted) const;
   base::Status go_on();
   void take_record(uint32_t kind, std::string_view payload, const base::DataFile& answers);
   bool answer_is_there(std::span<const uint64_t> record, const base::DataFile& answers) const;
@@ -77,10 +83,10 @@ class JobFiles {
   std::string answers_path_;
   std::string journal_path_;
   bool fresh_;         // also where nothing is there
-  std::string found_;  // header in the journal, until start()
+  std::string found_;  // the journal's header; empty: none is there
   int answers_file_ = -1;
   int journal_file_ = -1;                            // locked
-  uint64_t job_ = 0;                                 // checksum of the journal's header
+  uint64_t job_ = 0;                                 // checksum of a header of its identity
   uint64_t answers_bytes_ = 0;                       // of whole answers
   uint64_t journal_bytes_ = 0;                       // of whole records
   std::vector<bool> answered_;                       // by line

@@ -22,7 +22,7 @@ class JobFilesTest : public ::testing::Test {
   base::Result<std::unique_ptr<JobFiles>> try_open() {
     auto files = JobFiles::lock(answers_, fresh_);
     if (!files.ok()) return files;
-    const base::Status started = (*files)->start(identity_, 4);
+    const base::Status started = (*files)->start(identity_, 4, places_);
     if (!started.ok()) return started;
     return files;
   }
@@ -46,6 +46,7 @@ class JobFilesTest : public ::testing::Test {
   base::Scratch scratch_;
   std::string answers_ = scratch_ / "answers";
   JobIdentity identity_{{"weights", "1"}, {"--seed", "2"}};
+  JobIdentity places_;
   bool fresh_ = false;
   std::string journal_ = scratch_ / "answers.journal";
 };
@@ -68,6 +69,36 @@ TEST_F(JobFilesTest, TokensAndAnswersAreThereAgain) {
   EXPECT_TRUE(files->notices().empty());
   ASSERT_TRUE(files->finish(/*keep=*/false).ok());
   EXPECT_EQ(text(answers_), "two\n");
+  EXPECT_FALSE(fs::exists(journal_));
+}
+
+TEST_F(JobFilesTest, PlacesAreComparedAndTheJobsNumberDoesNotFollowFromThem) {
+  const uint64_t job = open()->job();
+  fresh_ = true;
+  places_ = {{"--cache", "/a"}};
+  {
+    auto files = open();
+    EXPECT_EQ(files->job(), job);
+    EXPECT_EQ(files->found("--cache"), "/a");
+    EXPECT_EQ(files->found("none"), std::nullopt);
+    add(*files, 1, 10);
+  }
+  fresh_ = false;
+  {
+    auto files = JobFiles::lock(answers_, fresh_);
+    ASSERT_TRUE(files.ok());
+    EXPECT_EQ((*files)->found("--cache"), "/a");
+    places_.front().second = "/b";
+    EXPECT_THAT((*files)->start(identity_, 4, places_).what(),
+                HasSubstr("--cache is /b and was /a"));
+    (*files)->forget();  // what this start has not begun stays
+  }
+  places_.front().second = "/a";
+  auto files = open();
+  EXPECT_THAT(files->take_tokens(1), ElementsAre(10));
+  files.reset();
+  fresh_ = true;
+  open()->forget();
   EXPECT_FALSE(fs::exists(journal_));
 }
 

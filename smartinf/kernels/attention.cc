@@ -55,7 +55,7 @@ float value_at(const HeadOfBlock& head, const std::byte* values, size_t i) {
 float score_of(const HeadOfBlock& head, const float* query, uint32_t token) {
   float sum = 0;
   for (size_t c = 0; c < head.head_width; ++c) {
-    sum += query[c] * value_at(head, head.keys, c * kTokens + token);
+    sum = fused(query[c], value_at(head, head.keys, c * kTokens + token), sum);
   }
   if (head.format == CacheFormat::kQ8) sum *= head.key_scales[token];
   const float score = sum * head.scale;
@@ -92,7 +92,8 @@ void fold_row(const HeadOfBlock& head, const FoldRow& row) {
   for (size_t c = 0; c < head.head_width; ++c) {
     float value = weighted[c] * rescale;
     for (uint32_t t = head.first; t < head.end; ++t) {
-      value += weights[t] * value_at(head, head.values, size_t{t} * head.head_width + c);
+      value =
+          fused(weights[t], value_at(head, head.values, size_t{t} * head.head_width + c), value);
     }
     weighted[c] = canonical(value);
   }

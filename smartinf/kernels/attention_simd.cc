@@ -11,7 +11,6 @@
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "smartinf/kernels/attention_simd.cc"
 #include <hwy/foreach_target.h>  // must precede highway.h
-#include <hwy/cache_control.h>
 #include <hwy/highway.h>
 
 HWY_BEFORE_NAMESPACE();
@@ -25,6 +24,24 @@ using F32 = hn::ScalableTag<float>;
 using VF = hn::Vec<F32>;
 constexpr size_t kTokens = kCacheBlockTokens;
 constexpr size_t kVectors = kTokens / hn::MaxLanes(F32());
+
+/// As fused().
+template <class D>
+HWY_INLINE hn::Vec<D> multiply_add([[maybe_unused]] D d, hn::Vec<D> a, hn::Vec<D> b,
+                                   hn::Vec<D> sum) {
+#if HWY_ARCH_ARM_A64 || (HWY_ARCH_X86 && HWY_TARGET <= HWY_AVX2)
+  return hn::MulAdd(a, b, sum);
+#else
+  float lanes[3][hn::MaxLanes(D())];
+  hn::StoreU(a, d, lanes[0]);
+  hn::StoreU(b, d, lanes[1]);
+  hn::StoreU(sum, d, lanes[2]);
+  for (size_t i = 0; i < hn::Lanes(d); ++i) {
+    lanes[2][i] = fused(lanes[0][i], lanes[1][i], lanes[2][i]);
+  }
+  return hn::LoadU(d, lanes[2]);
+#endif
+}
 
 template <class D>
 struct Pair {
@@ -96,9 +113,10 @@ struct Kept<CacheFormat::kQ8> : InOrder {
   }
 };
 
+/// Into the second cache: more lines can be on their way to it than to the first.
 template <size_t kBytes>
 HWY_INLINE void prefetch(const std::byte* from) {
-  for (size_t i = 0; i < kBytes; i += 64) hwy::Prefetch(from + i);
+  for (size_t i = 0; i < kBytes; i += 64) __builtin_prefetch(from + i, /*rw=*/0, /*locality=*/2);
 }
 
 /// Sums of products of each query with each key.
@@ -118,8 +136,8 @@ HWY_INLINE void dot_products(const HeadOfBlock& head, const FoldRow* rows,
       const Pair<F32> key = Kept<kFormat>::load(d, keys + c * kTokens + t);
       for (size_t r = 0; r < kRows; ++r) {
         const VF query = hn::Set(d, queries[r][c]);
-        sums[r].a = hn::Add(sums[r].a, hn::Mul(query, key.a));
-        sums[r].b = hn::Add(sums[r].b, hn::Mul(query, key.b));
+        sums[r].a = multiply_add(d, query, key.a, sums[r].a);
+        sums[r].b = multiply_add(d, query, key.b, sums[r].b);
       }
     };
     size_t c = 0;
@@ -254,8 +272,8 @@ HWY_INLINE void add_values(D d, const HeadOfBlock& head, const FoldRow* rows, si
     for (size_t r = 0; r < kRows; ++r) {
       const auto weight = hn::Set(d, weights[r][t]);
       for (size_t p = 0; p < kPairs; ++p) {
-        sums[r][p].a = hn::Add(sums[r][p].a, hn::Mul(weight, value[p].a));
-        sums[r][p].b = hn::Add(sums[r][p].b, hn::Mul(weight, value[p].b));
+        sums[r][p].a = multiply_add(d, weight, value[p].a, sums[r][p].a);
+        sums[r][p].b = multiply_add(d, weight, value[p].b, sums[r][p].b);
       }
     }
   }
@@ -278,7 +296,7 @@ void add_last_values(const HeadOfBlock& head, float* state, size_t channel, floa
   for (size_t c = channel; c < head.head_width; ++c) {
     float sum = state[2 + c] * rescale;
     for (size_t t = head.first; t < head.end; ++t) {
-      sum += weights[t] * Kept<kFormat>::widened(values[t * head.head_width + c]);
+      sum = fused(weights[t], Kept<kFormat>::widened(values[t * head.head_width + c]), sum);
     }
     state[2 + c] = canonical(sum);
   }

@@ -19,6 +19,7 @@
 #include "smartinf/engine/emulated_source.h"
 #include "smartinf/engine/local_source.h"
 #include "smartinf/engine/smallest_state.h"
+#include "smartinf/plan/cache_traffic.h"
 #include "smartinf/serve/test_server.h"
 
 namespace smartinf::engine::on_devices {
@@ -273,6 +274,94 @@ TEST_P(DeviceStoreTest, ErrorsAreNamed) {
   EXPECT_EQ(id, 5u * 5 + 2) << "five on each of five drives, and one too many";
   store_->close(3);
   EXPECT_TRUE(store_->open(1000, kTokensMax).ok());
+}
+
+/// A source that shows the devices that it opens.
+class ShownSource final : public DeviceSource {
+ public:
+  ShownSource(std::unique_ptr<DeviceSource> source, std::vector<csd::Device*>& shown)
+      : source_(std::move(source)), shown_(shown) {}
+  const std::string& name() const override { return source_->name(); }
+  std::string place() const override { return source_->place(); }
+  base::Result<std::optional<storage::StoreState>> peek() override { return source_->peek(); }
+  base::Result<double> bandwidth() override { return source_->bandwidth(); }
+  base::Result<uint64_t> capacity_bytes() override { return source_->capacity_bytes(); }
+  base::Result<std::unique_ptr<csd::Device>> create(const storage::StoreLayout& layout,
+                                                    const DeviceShare& share) override {
+    return show(source_->create(layout, share));
+  }
+  base::Result<std::unique_ptr<csd::Device>> open(const DeviceShare& share) override {
+    return show(source_->open(share));
+  }
+  Status erase() override { return source_->erase(); }
+
+ private:
+  base::Result<std::unique_ptr<csd::Device>> show(
+      base::Result<std::unique_ptr<csd::Device>> device) {
+    if (device.ok()) shown_.push_back(device->get());
+    return device;
+  }
+  std::unique_ptr<DeviceSource> source_;
+  std::vector<csd::Device*>& shown_;
+};
+
+TEST_P(DeviceStoreTest, MovesTheBytesOfTheFormula) {
+  if (GetParam() == Where::kRemote) GTEST_SKIP() << "its links are counted on the other side";
+  DeviceStoreOptions options = store_options();
+  options.shape.attention.block.format = kernels::CacheFormat::kQ8;
+  options.device_memory_bytes = 256 * base::kKiB;  // what is read ahead at the end is not compared
+  std::vector<csd::Device*> devices;
+  DeviceSources shown;
+  for (auto& source : sources()) {
+    shown.push_back(std::make_unique<ShownSource>(std::move(source), devices));
+  }
+  auto store = make_device_store(shown, options);
+  ASSERT_TRUE(store.ok()) << store.status().to_string();
+  plan::CacheModel model;
+  model.layers = kLayers;
+  model.heads = kHeads;
+  model.kv_heads = kKvHeads;
+  model.head_width = kWidth;
+  model.windows = options.shape.windows;
+  model.block_bytes = kernels::cache_block_bytes(options.shape.attention.block);
+  const auto counted = [&] {
+    plan::CacheTraffic all;
+    for (const csd::Device* device : devices) {
+      const auto drive = device->store_traffic();
+      const auto link = device->host_traffic();
+      all += {drive.up(base::TrafficKind::kCache), drive.down(base::TrafficKind::kCache),
+              link.down(base::TrafficKind::kCache), link.up(base::TrafficKind::kCache)};
+    }
+    return all;
+  };
+  plan::CacheTraffic wanted;
+  std::vector<SequenceId> ids;
+  std::map<SequenceId, uint64_t> tokens;
+  for (SequenceId id = 1; id <= 10; ++id) {
+    ASSERT_TRUE((*store)->open(id, kTokensMax).ok());
+    tokens[id] = 31 * id;
+    append_to_all(**store, id, 0, tokens[id]);
+    wanted += plan::sequence_traffic(model, tokens[id], 0).prefill;
+    ids.push_back(id);
+  }
+  ASSERT_TRUE((*store)->save().ok());
+  const plan::CacheTraffic prompts = counted();
+  EXPECT_EQ(prompts.written, wanted.written);
+  EXPECT_EQ(prompts.link_down, wanted.link_down);
+  wanted = {};
+  for (int i = 0; i < 80; ++i) {
+    std::vector<plan::CachedSequence> sequences;
+    for (const SequenceId id : ids) sequences.push_back({tokens[id]});
+    wanted += plan::step_traffic(model, sequences);
+    ASSERT_TRUE(step(**store, ids, tokens).status.ok());
+  }
+  ASSERT_TRUE((*store)->save().ok());
+  const plan::CacheTraffic all = counted();
+  EXPECT_EQ(all.written - prompts.written, wanted.written);
+  EXPECT_EQ(all.link_down - prompts.link_down, wanted.link_down);
+  EXPECT_EQ(all.link_up - prompts.link_up, wanted.link_up);
+  const auto read = static_cast<double>(all.read - prompts.read);
+  EXPECT_NEAR(read / static_cast<double>(wanted.read), 1, 0.01);
 }
 
 class DamagedDeviceStore : public DeviceStoreTest {};

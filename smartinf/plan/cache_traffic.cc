@@ -4,7 +4,6 @@
 #include <limits>
 #include <map>
 
-#include "smartinf/base/check.h"
 #include "smartinf/base/units.h"
 
 namespace smartinf::plan {
@@ -32,13 +31,10 @@ uint64_t blocks_read(const CacheModel& model, uint32_t layer, uint64_t tokens) {
   return whole - std::min(whole, first_block_seen(model, layer, tokens));
 }
 
-CacheTraffic step_traffic(const CacheModel& model, std::span<const CachedSequence> sequences,
-                          double pinned) {
-  SI_CHECK(pinned >= 0 && pinned <= 1, "a share is from 0 to 1");
+CacheTraffic step_traffic(const CacheModel& model, std::span<const CachedSequence> sequences) {
   const uint64_t width = model.head_width;
-  const uint64_t query_bytes = model.heads * width * model.value_bytes;
+  const uint64_t query_bytes = model.heads * width * sizeof(float);
   const uint64_t state_bytes = model.heads * (width + 2) * sizeof(float);
-  const uint64_t append_bytes = 2 * model.kv_heads * width * model.value_bytes * model.block_tokens;
   CacheTraffic traffic;
   uint64_t blocks = 0;
   for (uint32_t layer = 0; layer < model.layers; ++layer) {
@@ -59,32 +55,33 @@ CacheTraffic step_traffic(const CacheModel& model, std::span<const CachedSequenc
         traffic.link_up += state_bytes;
       }
       if ((one.tokens + 1) % model.block_tokens == 0) {
-        traffic.link_down += append_bytes;
+        traffic.link_down += model.block_bytes;
         traffic.written += model.block_bytes;
       }
     }
     for (const auto& [prefix, range] : prefixes) blocks += range.second - range.first;
   }
-  const auto stay = static_cast<uint64_t>(pinned * static_cast<double>(blocks));
-  traffic.read = (blocks - stay) * model.block_bytes;
+  traffic.read = blocks * model.block_bytes;
   return traffic;
 }
 
-SequenceTraffic sequence_traffic(const CacheModel& model, uint64_t context, uint64_t tokens,
-                                 double pinned) {
-  const uint64_t layers = model.layers;
-  const uint64_t token_bytes = uint64_t{2} * model.kv_heads * model.head_width * model.value_bytes;
+SequenceTraffic sequence_traffic(const CacheModel& model, uint64_t context, uint64_t tokens) {
   SequenceTraffic all;
-  all.prefill.link_down = layers * context * token_bytes;
-  all.prefill.written = layers * base::divide_up(context, model.block_tokens) * model.block_bytes;
+  all.prefill.written =
+      model.layers * base::divide_up(context, model.block_tokens) * model.block_bytes;
+  all.prefill.link_down = all.prefill.written;
   for (uint64_t step = 0; step < tokens; ++step) {
     const CachedSequence one{context + step};
-    all.decode += step_traffic(model, std::span(&one, 1), pinned);
+    all.decode += step_traffic(model, std::span(&one, 1));
   }
   return all;
 }
 
-uint64_t sequence_bytes(const CacheModel& model, uint64_t tokens) {
+uint64_t drive_bytes(const CacheModel& model, uint64_t tokens) {
+  return model.layers * (base::divide_up(tokens, model.block_tokens) + 2) * model.block_bytes;
+}
+
+uint64_t memory_bytes(const CacheModel& model, uint64_t tokens) {
   uint64_t blocks = 0;
   for (uint32_t layer = 0; layer < model.layers; ++layer) {
     const uint64_t all = base::divide_up(tokens, model.block_tokens);

@@ -18,7 +18,6 @@ struct CacheModel {
   std::vector<uint32_t> windows;  // by layer, tokens that it sees, itself too; 0: all. Empty: none
   uint64_t block_bytes = 0;       // of a sequence and layer: kernels::cache_block_bytes()
   uint32_t block_tokens = 32;
-  uint32_t value_bytes = 2;  // of queries, keys and values on a link
 
   uint32_t window(uint32_t layer) const { return windows.empty() ? 0 : windows[layer]; }
 };
@@ -30,7 +29,8 @@ struct CachedSequence {
   uint32_t prefix = 0;         // which; without meaning where prefix_tokens is 0
 };
 
-/// At the drives, and on the links to the devices.
+/// At the drives, and on the links to the devices. Queries and states are f32, and blocks travel as
+/// they are kept (csd/messages/cache/cache.h).
 struct CacheTraffic {
   uint64_t read = 0;
   uint64_t written = 0;
@@ -45,10 +45,8 @@ struct CacheTraffic {
 /// block stays on the host.
 uint64_t blocks_read(const CacheModel& model, uint32_t layer, uint64_t tokens);
 
-/// One decode step, in which each sequence gets one token more. pinned: share of the blocks that
-/// stay in the devices' memory and are not read, in [0, 1].
-CacheTraffic step_traffic(const CacheModel& model, std::span<const CachedSequence> sequences,
-                          double pinned = 0);
+/// One decode step, in which each sequence gets one token more.
+CacheTraffic step_traffic(const CacheModel& model, std::span<const CachedSequence> sequences);
 
 /// A prompt of `context` tokens is computed and appended, its unfinished block too, once, for a
 /// resume; then `tokens` steps follow.
@@ -56,12 +54,14 @@ struct SequenceTraffic {
   CacheTraffic prefill;
   CacheTraffic decode;
 };
-SequenceTraffic sequence_traffic(const CacheModel& model, uint64_t context, uint64_t tokens,
-                                 double pinned = 0);
+SequenceTraffic sequence_traffic(const CacheModel& model, uint64_t context, uint64_t tokens);
 
-/// Bytes on the drives for a sequence of up to `tokens`; a layer with a window keeps a ring of the
-/// blocks that it sees, and one more.
-uint64_t sequence_bytes(const CacheModel& model, uint64_t tokens);
+/// Bytes on a drive for a sequence of up to `tokens`: all blocks of each layer, and two for the one
+/// that is not whole.
+uint64_t drive_bytes(const CacheModel& model, uint64_t tokens);
+/// Bytes of a sequence that is kept in memory; a layer with a window keeps a ring of the blocks
+/// that it sees, and one more.
+uint64_t memory_bytes(const CacheModel& model, uint64_t tokens);
 /// Bytes of the host's memory for a sequence's unfinished blocks.
 uint64_t tail_bytes(const CacheModel& model);
 

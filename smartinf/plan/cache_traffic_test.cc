@@ -23,22 +23,22 @@ TEST(CacheTraffic, OfAStepIsTheFormula) {
   const CacheTraffic step = step_traffic(llama(), std::span(&one, 1));
   EXPECT_EQ(step.read, 32768 * kTokenBytes);
   EXPECT_EQ(step.written, 0u);
-  // Queries of 32 heads in bf16; states of 128 + 2 in f32.
-  EXPECT_EQ(step.link_down, 32u * 32 * 128 * 2);
+  // Queries of 32 heads, and states of 128 + 2, in f32.
+  EXPECT_EQ(step.link_down, 32u * 32 * 128 * 4);
   EXPECT_EQ(step.link_up, 32u * 32 * 130 * 4);
 }
 
 TEST(CacheTraffic, OfABlocksStepsWritesItOnce) {
-  // N L (H d 2 + 2 K d 2) down and 2 L K d 2 written, for each of 32 tokens in the mean.
+  // N L (H d 4 + 2 K d 2) down and 2 L K d 2 written, for each of 32 tokens in the mean.
   const SequenceTraffic all = sequence_traffic(llama(), 32768, 32);
   EXPECT_EQ(all.decode.written, 32 * kTokenBytes);
-  EXPECT_EQ(all.decode.link_down, 32u * 32 * (32 * 128 * 2 + 2 * 8 * 128 * 2));
+  EXPECT_EQ(all.decode.link_down, 32u * 32 * (32 * 128 * 4 + 2 * 8 * 128 * 2));
   EXPECT_EQ(all.decode.read, 32 * 32768 * kTokenBytes);
   EXPECT_EQ(all.prefill.written, 32768 * kTokenBytes);
   EXPECT_EQ(all.prefill.link_down, 32768 * kTokenBytes);
-  // Fetching would bring 4,640 times as much.
+  // Fetching would bring 3,615 times as much.
   const double link = static_cast<double>(all.decode.link_down + all.decode.link_up) / 32;
-  EXPECT_NEAR(32768.0 * kTokenBytes / link, 4640, 1);
+  EXPECT_NEAR(32768.0 * kTokenBytes / link, 3615, 1);
 }
 
 TEST(CacheTraffic, TheUnfinishedBlockStaysOnTheHost) {
@@ -65,13 +65,7 @@ TEST(CacheTraffic, APrefixIsReadOnce) {
   EXPECT_EQ(links.link_up, alone.link_up);
 }
 
-TEST(CacheTraffic, PinnedBlocksAreNotRead) {
-  const CachedSequence one{32768};
-  EXPECT_EQ(step_traffic(llama(), std::span(&one, 1), 0.25).read, 24576 * kTokenBytes);
-  EXPECT_EQ(step_traffic(llama(), std::span(&one, 1), 1).read, 0u);
-}
-
-TEST(CacheTraffic, AWindowReadsAndKeepsWhatItSees) {
+TEST(CacheTraffic, AWindowReadsWhatItSeesAndMemoryKeepsNoMore) {
   CacheModel model = llama();
   model.windows.assign(32, 512);
   model.windows[5] = 0;
@@ -79,8 +73,9 @@ TEST(CacheTraffic, AWindowReadsAndKeepsWhatItSees) {
   EXPECT_EQ(blocks_read(model, 0, 1000), 31u - 15);
   EXPECT_EQ(blocks_read(model, 5, 1000), 31u);
   EXPECT_EQ(blocks_read(model, 0, 100), 3u);
-  EXPECT_EQ(sequence_bytes(model, 32768), (31u * 17 + 1024) * model.block_bytes);
-  EXPECT_EQ(sequence_bytes(model, 100), 32u * 4 * model.block_bytes);
+  EXPECT_EQ(memory_bytes(model, 32768), (31u * 17 + 1024) * model.block_bytes);
+  EXPECT_EQ(memory_bytes(model, 100), 32u * 4 * model.block_bytes);
+  EXPECT_EQ(drive_bytes(model, 100), 32u * (4 + 2) * model.block_bytes);
   // Of a shared prefix one layer reads all, the others what the first of the sequences sees.
   const std::vector<CachedSequence> two{{1000, 960, 1}, {1064, 960, 1}};
   EXPECT_EQ(step_traffic(model, two).read,

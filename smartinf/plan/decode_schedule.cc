@@ -1,9 +1,6 @@
 #include "smartinf/plan/decode_schedule.h"
 
-#include <algorithm>
 #include <array>
-#include <map>
-#include <numeric>
 
 #include "smartinf/base/check.h"
 
@@ -19,7 +16,7 @@ class DecodeOrder {
       : input_(input),
         read_(input.devices, kNothing),
         weights_read_(input.devices, kNothing),
-        folds_(input.devices),
+        fold_(input.devices, kNothing),
         states_(input.halves),
         ready_(input.halves, kNothing) {}
 
@@ -74,15 +71,9 @@ class DecodeOrder {
     states_[half].clear();
     for (uint32_t d = 0; d < input_.devices; ++d) {
       const uint32_t queries = add(DecodeWork::kQueries, layer, half, d, {products});
-      std::vector<uint32_t>& folds = folds_[d];
-      const uint32_t last = folds.empty() ? kNothing : folds.back();
-      if (!in_turn()) {
-        const size_t ahead = input_.halves_ahead.empty() ? 1 : input_.halves_ahead[d];
-        const uint32_t room = folds.size() < ahead ? kNothing : folds[folds.size() - ahead];
-        read_[d] = add(DecodeWork::kRead, layer, half, d, {read_[d], room});
-      }
-      folds.push_back(add(DecodeWork::kFold, layer, half, d, {queries, read_[d], last}));
-      states_[half].push_back(add(DecodeWork::kStates, layer, half, d, {folds.back()}));
+      if (!in_turn()) read_[d] = add(DecodeWork::kRead, layer, half, d, {read_[d]});
+      fold_[d] = add(DecodeWork::kFold, layer, half, d, {queries, read_[d], fold_[d]});
+      states_[half].push_back(add(DecodeWork::kStates, layer, half, d, {fold_[d]}));
     }
   }
 
@@ -94,27 +85,23 @@ class DecodeOrder {
   }
 
   void add_step() {
-    for (uint32_t layer = 0; layer < input_.layers; ++layer) {
-      if (in_turn() && layer > 0) {
-        for (uint32_t half = 0; half < input_.halves; ++half) add_tails(layer - 1, half);
-      }
-      add_weights(layer);
-      for (uint32_t half = 0; half < input_.halves; ++half) {
-        if (!in_turn() && layer > 0) add_tails(layer - 1, half);
+    for (const auto& [work, layer, half] : decode_host_order(input_.layers, input_.halves)) {
+      if (work == DecodeWork::kProducts) {
+        if (half == 0) add_weights(layer);
         const uint32_t products =
-            add_on_host(DecodeWork::kProducts, layer, half, {layer == 0 ? ready_[half] : kNothing});
+            add_on_host(work, layer, half, {layer == 0 ? ready_[half] : kNothing});
         std::vector<uint32_t>& after = tasks_[products].after;
         after.insert(after.end(), weights_.begin(), weights_.end());
         add_attention(layer, half, products);
+      } else if (work == DecodeWork::kTails) {
+        add_tails(layer, half);
+      } else {
+        if (half == 0) add_appends();
+        ready_[half] = add_on_host(work, layer, half, {});
+        if (!in_turn()) continue;
+        std::vector<uint32_t>& after = tasks_[ready_[half]].after;
+        after.insert(after.end(), appended_.begin(), appended_.end());
       }
-    }
-    for (uint32_t half = 0; half < input_.halves; ++half) {
-      add_tails(input_.layers - 1, half);
-      if (half + 1 == input_.halves) add_appends();
-      ready_[half] = add_on_host(DecodeWork::kLogits, 0, half, {});
-      if (!in_turn()) continue;
-      std::vector<uint32_t>& after = tasks_[ready_[half]].after;
-      after.insert(after.end(), appended_.begin(), appended_.end());
     }
   }
 
@@ -122,7 +109,7 @@ class DecodeOrder {
     appended_.clear();
     for (uint32_t d = 0; d < input_.devices; ++d) {
       appended_.push_back(
-          add(DecodeWork::kAppend, 0, 0, d, {folds_[d].back(), in_turn() ? host_ : kNothing}));
+          add(DecodeWork::kAppend, 0, 0, d, {fold_[d], in_turn() ? host_ : kNothing}));
     }
   }
 
@@ -132,7 +119,7 @@ class DecodeOrder {
   uint32_t host_ = kNothing;                   // the host's last
   std::vector<uint32_t> read_;                 // by device, its last
   std::vector<uint32_t> weights_read_;         // likewise
-  std::vector<std::vector<uint32_t>> folds_;   // by device
+  std::vector<uint32_t> fold_;                 // likewise
   std::vector<std::vector<uint32_t>> states_;  // by half, of the layer under way
   std::vector<uint32_t> ready_;                // by half, what the next step waits for
   std::vector<uint32_t> weights_;              // of the layer under way
@@ -149,50 +136,25 @@ std::string_view decode_work_name(DecodeWork work) {
   return kNames[static_cast<size_t>(work)];
 }
 
+std::vector<DecodeHostTask> decode_host_order(uint32_t layers, uint32_t halves) {
+  std::vector<DecodeHostTask> order;
+  for (uint32_t layer = 0; layer <= layers; ++layer) {
+    for (uint32_t half = 0; half < halves; ++half) {
+      if (layer > 0) order.push_back({DecodeWork::kTails, layer - 1, half});
+      if (layer < layers) order.push_back({DecodeWork::kProducts, layer, half});
+    }
+  }
+  for (uint32_t half = 0; half < halves; ++half) order.push_back({DecodeWork::kLogits, 0, half});
+  return order;
+}
+
 std::vector<DecodeTask> make_decode_schedule(const DecodeScheduleInput& input) {
   SI_CHECK(input.layers > 0 && input.devices > 0, "a step has layers and devices");
-  SI_CHECK(input.halves == 1 || input.halves == 2, "one half or two");
+  SI_CHECK(input.halves == 1 || (input.halves == 2 && input.in_turn == InTurn::kNothing),
+           "one half, or two that are not in turn");
   SI_CHECK(input.streamed.empty() || input.streamed.size() == input.layers, "one for each layer");
   SI_CHECK(input.weight_slots >= 2, "a layer is used while the next one comes");
   return DecodeOrder(input).make();
-}
-
-std::vector<uint32_t> decode_halves(std::span<const uint64_t> bytes,
-                                    std::span<const uint32_t> device,
-                                    std::span<const uint32_t> prefix) {
-  SI_CHECK(device.size() == bytes.size(), "a device for each sequence");
-  SI_CHECK(prefix.empty() || prefix.size() == bytes.size(), "a prefix for each sequence");
-  struct Group {
-    uint64_t bytes = 0;
-    std::vector<size_t> members;
-  };
-  // A prefix with all that share it is one, and so is each sequence without; in order of place.
-  std::vector<Group> groups;
-  std::map<uint32_t, size_t> of_prefix;
-  for (size_t i = 0; i < bytes.size(); ++i) {
-    const bool shares = !prefix.empty() && prefix[i] != 0;
-    size_t group = groups.size();
-    if (shares) group = of_prefix.try_emplace(prefix[i], group).first->second;
-    if (group == groups.size()) groups.emplace_back();
-    groups[group].bytes += bytes[i];
-    groups[group].members.push_back(i);
-  }
-  std::vector<size_t> largest_first(groups.size());
-  std::iota(largest_first.begin(), largest_first.end(), size_t{0});
-  std::ranges::stable_sort(largest_first,
-                           [&](size_t a, size_t b) { return groups[a].bytes > groups[b].bytes; });
-  std::map<uint32_t, std::array<uint64_t, 2>> read;  // by device and half
-  std::array<uint64_t, 2> members{};
-  std::vector<uint32_t> half(bytes.size(), 0);
-  for (const size_t group : largest_first) {
-    auto& here = read[device[groups[group].members.front()]];
-    // Where a device's halves are even, the half with fewer sequences.
-    const bool second = here[0] != here[1] ? here[1] < here[0] : members[1] < members[0];
-    here[second] += groups[group].bytes;
-    members[second] += groups[group].members.size();
-    for (const size_t i : groups[group].members) half[i] = second;
-  }
-  return half;
 }
 
 }  // namespace smartinf::plan

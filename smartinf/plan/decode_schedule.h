@@ -1,11 +1,11 @@
-// The order of one decode step of many sequences, as a pure function, for an engine on the real
-// clock and the simulator on a virtual one. Sequences are two halves: while devices attend to one,
-// the host computes the other.
+// The order of one decode step of many sequences, as pure functions. Sequences are two halves:
+// while devices attend to one, the host computes the other. The host's order is the decoder's
+// (train/row_decoder.h) as well as the simulator's; the devices' tasks say to the simulator what
+// csd/messages/cache does when it can.
 #pragma once
 
 #include <array>
 #include <cstdint>
-#include <span>
 #include <string_view>
 #include <vector>
 
@@ -17,7 +17,7 @@ enum class DecodeWork : uint8_t {
   kWeights,   // a layer's weights from a device, where they do not stay in memory
   kProducts,  // host: a half's queries, keys and values of a layer
   kQueries,   // down to a device
-  kRead,      // a device reads ahead into free slots, before there are queries
+  kRead,      // a device reads a half's blocks of a layer, also before there are queries
   kFold,      // a device attends to its blocks of the half, in the order of the sequences
   kStates,    // up to the host
   kTails,     // host: folds the unfinished blocks, divides; the rest of the layer
@@ -25,6 +25,16 @@ enum class DecodeWork : uint8_t {
   kAppend,    // a device writes what has become whole
 };
 std::string_view decode_work_name(DecodeWork work);
+
+/// kProducts and kTails of a half and layer, or kLogits of a half.
+struct DecodeHostTask {
+  DecodeWork work = DecodeWork::kProducts;
+  uint32_t layer = 0;
+  uint32_t half = 0;
+};
+/// A step of the host, one task after another: a half's queries of the next layer are sent before
+/// the other half's rest of this one is computed. Of each half one layer is under way at most.
+std::vector<DecodeHostTask> decode_host_order(uint32_t layers, uint32_t halves);
 
 struct DecodeTask {
   static constexpr uint32_t kHost = ~0u;
@@ -51,23 +61,15 @@ struct DecodeScheduleInput {
   uint32_t steps = 1;
   /// By layer, whether its weights come from the devices in every step. Empty: none do.
   std::vector<bool> streamed;
-  uint32_t weight_slots = 2;  // layers whose streamed weights are in memory together, at least 2
-  /// By device, halves of a layer whose blocks fit in its slots, at least 1. Empty: one each.
-  std::vector<uint32_t> halves_ahead;
-  InTurn in_turn = InTurn::kNothing;
+  uint32_t weight_slots = 3;  // layers whose streamed weights are in memory together, at least 2
+  InTurn in_turn = InTurn::kNothing;  // with one half
 };
 
 /// Tasks in an order in which each kind of worker takes its own: the host computes one after
 /// another; a device reads, folds and writes in this order, streamed weights before blocks, and
-/// appended blocks when no read waits. A half's queries are sent before the host goes on with the
-/// other half. Blocks that are appended in a step are found in memory until they are written.
+/// appended blocks when no read waits: those of a step, of all layers, as one task. Until they are
+/// written they are found in memory. How far ahead a device reads is a matter of its slots, and a
+/// fold goes on as blocks come; both are left to the clock.
 std::vector<DecodeTask> make_decode_schedule(const DecodeScheduleInput& input);
-
-/// The half of each sequence. bytes: that a step reads of it; device: that has it; prefix:
-/// sequences of the same one, where it is not 0, are in one half, so that the prefix is read once.
-/// On each device halves read about as much. Pure and deterministic.
-std::vector<uint32_t> decode_halves(std::span<const uint64_t> bytes,
-                                    std::span<const uint32_t> device,
-                                    std::span<const uint32_t> prefix = {});
 
 }  // namespace smartinf::plan

@@ -57,7 +57,7 @@ TEST(DecodeSchedule, TheHostComputesOneHalfWhileDevicesAttendToTheOther) {
   const auto tasks = make_decode_schedule(input_of(2));
   EXPECT_THAT(names(tasks, [](const DecodeTask& task) { return task.on_host(); }),
               ElementsAre("products 0A", "products 0B", "tails 0A", "products 1A", "tails 0B",
-                          "products 1B", "tails 1A", "logits 0A", "tails 1B", "logits 0B"));
+                          "products 1B", "tails 1A", "tails 1B", "logits 0A", "logits 0B"));
   EXPECT_THAT(names(tasks, [](const DecodeTask& task) { return task.work == DecodeWork::kFold; }),
               ElementsAre("fold 0A", "fold 0B", "fold 1A", "fold 1B"));
   const uint32_t tails = find(tasks, DecodeWork::kTails, 0, 0);
@@ -65,14 +65,12 @@ TEST(DecodeSchedule, TheHostComputesOneHalfWhileDevicesAttendToTheOther) {
   EXPECT_FALSE(waits(tasks, tails, find(tasks, DecodeWork::kFold, 0, 1, 0)));
 }
 
-TEST(DecodeSchedule, ReadsNeedRoomAndNoQueries) {
+TEST(DecodeSchedule, ReadsNeedNoQueries) {
   DecodeScheduleInput input = input_of(4);
-  input.halves_ahead = {3};
   input.steps = 2;
   const auto tasks = make_decode_schedule(input);
   const uint32_t read = find(tasks, DecodeWork::kRead, 2, 0, 0);
-  EXPECT_TRUE(waits(tasks, read, find(tasks, DecodeWork::kFold, 0, 1, 0)));  // the third before
-  EXPECT_FALSE(waits(tasks, read, find(tasks, DecodeWork::kFold, 1, 0, 0)));
+  EXPECT_TRUE(waits(tasks, read, find(tasks, DecodeWork::kRead, 1, 1, 0)));
   EXPECT_FALSE(waits(tasks, read, find(tasks, DecodeWork::kProducts, 2, 0)));
   // Over the end of the step, too; its queries need the token.
   const uint32_t next = find(tasks, DecodeWork::kRead, 0, 0, 0, 1);
@@ -93,6 +91,7 @@ TEST(DecodeSchedule, WhatIsAppendedWaitsForTheReadsAndNothingForIt) {
 TEST(DecodeSchedule, StreamedWeightsComeAheadIntoSlots) {
   DecodeScheduleInput input = input_of(5);
   input.streamed = {false, true, true, true, true};
+  input.weight_slots = 2;
   const auto tasks = make_decode_schedule(input);
   EXPECT_EQ(find(tasks, DecodeWork::kWeights, 0, 0, 0), ~0u);
   const uint32_t weights = find(tasks, DecodeWork::kWeights, 3, 0, 0);
@@ -125,30 +124,12 @@ TEST(DecodeSchedule, InTurnWeightsMayComeAhead) {
   input.halves = 1;
   input.in_turn = InTurn::kAttention;
   input.streamed.assign(4, true);
+  input.weight_slots = 2;
   const auto tasks = make_decode_schedule(input);
   const uint32_t weights = find(tasks, DecodeWork::kWeights, 3, 0, 0);
   EXPECT_TRUE(waits(tasks, weights, find(tasks, DecodeWork::kTails, 1, 0)));  // for its slot
   EXPECT_FALSE(waits(tasks, weights, find(tasks, DecodeWork::kFold, 2, 0, 0)));
   EXPECT_TRUE(waits(tasks, find(tasks, DecodeWork::kProducts, 3, 0), weights));
-}
-
-TEST(DecodeHalves, ReadAsMuchOnEachDevice) {
-  const std::vector<uint64_t> bytes{10, 10, 10, 10, 30, 10, 10, 10};
-  const std::vector<uint32_t> device{0, 0, 0, 0, 1, 1, 1, 1};
-  const auto half = decode_halves(bytes, device);
-  std::array<std::array<uint64_t, 2>, 2> read{};
-  for (size_t i = 0; i < bytes.size(); ++i) read[device[i]][half[i]] += bytes[i];
-  EXPECT_THAT(read[0], ElementsAre(20, 20));
-  EXPECT_THAT(read[1], ElementsAre(30, 30));
-}
-
-TEST(DecodeHalves, SequencesOfOnePrefixStayTogether) {
-  const std::vector<uint64_t> bytes(9, 10);
-  const std::vector<uint32_t> device(9, 0);
-  const std::vector<uint32_t> prefix{3, 0, 3, 0, 3, 0, 3, 0, 0};
-  const auto half = decode_halves(bytes, device, prefix);
-  for (const size_t i : {2, 4, 6}) EXPECT_EQ(half[i], half[0]);
-  EXPECT_EQ(std::ranges::count(half, half[0]), 4 + (half[8] == half[0]));
 }
 
 }  // namespace

@@ -49,7 +49,7 @@ Status check_options(const ModelShape& model, const GenerationOptions& options) 
   const auto share = [](double value) {
     return value == GenerationOptions::kAuto || (value >= 0 && value <= 1);
   };
-  if (!share(options.pinned) || !share(options.inputs)) {
+  if (!share(options.inputs)) {
     return bad_options("a share is not from 0 to 1", "Give one, or auto.");
   }
   if (options.prefix > 0 && options.inputs != 0) {
@@ -59,13 +59,19 @@ Status check_options(const ModelShape& model, const GenerationOptions& options) 
   return {};
 }
 
-/// Whether blocks may stay in the host's memory, where a device's processor folds them.
-bool can_pin(const Machine& machine, const GenerationOptions& options) {
-  return options.inputs == 0 && options.attention == AttentionPlace::kDevices &&
-         !options.takes_turns() &&
-         std::ranges::none_of(machine.devices, [](const DeviceGroup& device) {
-           return device.remote || device.pipeline || device.kernel.clock_hz > 0;
-         });
+/// Whether keys and values in the host's memory have cores beside them, which the file knows.
+Status check_memory(const Machine& machine, const GenerationOptions& options) {
+  const bool cores = machine.gpu.name == "none" &&
+                     std::ranges::all_of(machine.devices, &DeviceGroup::on_host_cores);
+  const bool known = options.memory_bytes > 0 || machine.host.memory_bytes > 0;
+  if (cores && known && options.inputs == 0 && !options.takes_turns() &&
+      options.attention == AttentionPlace::kDevices) {
+    return {};
+  }
+  return Status(ErrorCode::kUnsupported,
+                "keys and values in memory are for cores that compute, as a file of `smartinf "
+                "calibrate` has them, and not for the options of other systems",
+                "Leave out --cache-in memory.");
 }
 
 uint64_t host_bytes_max(const Machine& machine, const GenerationOptions& options) {
@@ -81,9 +87,9 @@ uint64_t activation_bytes(const ModelShape& model, const GenerationOptions& opti
   return (chunk * wide + keys) * options.value_bytes() + 8 * options.sequences * model.vocabulary;
 }
 
-/// Sequences, or ranges of their heads, of which each device gets its part.
+/// Of which each device gets its part.
 Status place_cache(const Machine& machine, const GenerationOptions& options, GenerationNeed& need) {
-  const CachePieces pieces = cache_pieces(need.cache, machine, options);
+  const CachePieces pieces = cache_pieces(need.cache, options);
   uint64_t room = 0;
   bool known = true;
   for (const DeviceGroup& group : machine.devices) {
@@ -101,13 +107,33 @@ Status place_cache(const Machine& machine, const GenerationOptions& options, Gen
                     base::format_bytes(capacity)),
         fmt::format("Room is for {}. Give fewer or shorter sequences, more drives, or "
                     "--cache-format q8.",
-                    room / (pieces.count / std::min(pieces.count, options.sequences))));
+                    room));
   }
   SI_ASSIGN_OR_RETURN(const std::vector<GroupLoad> loads, group_loads(pieces, machine));
   for (const GroupLoad& load : loads) {
     need.drive_bytes = std::max(need.drive_bytes, load.pieces * pieces.bytes);
   }
   return {};
+}
+
+const char* kept_name(const GenerationNeed& need) {
+  return need.in_memory ? "keys and values" : "unfinished blocks";
+}
+
+/// Memory that smartinf generate takes for keys and values: three quarters of what the weights
+/// leave, or a quarter of all.
+Status check_room(const plan::InferenceMemoryInput& input, const GenerationOptions& options,
+                  uint64_t limit, uint64_t wanted) {
+  const uint64_t weights = input.value_bytes * input.units.back().end();
+  const uint64_t room = limit - std::min(limit, input.process_bytes + weights);
+  const uint64_t most = std::max(room / 4 * 3, limit / 4);
+  if (wanted <= most) return {};
+  return Status(ErrorCode::kOutOfMemory,
+                fmt::format("keys and values of {} sequences take {} of memory, and beside the "
+                            "weights {} of {} may be taken",
+                            options.sequences, base::format_bytes(wanted), base::format_bytes(most),
+                            base::format_bytes(limit)),
+                "Allow more memory, or give fewer sequences.");
 }
 
 double prefill_seconds(const ModelShape& model, const Machine& machine,
@@ -134,9 +160,9 @@ double prefill_seconds(const ModelShape& model, const Machine& machine,
     write_per_s +=
         std::min(group.count * group.write_bytes_per_s / group.write_amplification, links);
   }
+  const plan::SequenceTraffic one = plan::sequence_traffic(need.cache, options.context, 0);
   const double written =
-      tokens / context *
-      static_cast<double>(plan::sequence_traffic(need.cache, options.context, 0).prefill.written);
+      need.in_memory ? 0 : tokens / context * static_cast<double>(one.prefill.written);
   const double weights = static_cast<double>(streamed_weight_bytes(model, options, need));
   return std::max({compute_s, written / write_per_s, weights / read_per_s});
 }
@@ -147,7 +173,20 @@ Result<GenerationTimes> simulate_share(const ModelShape& model, const Machine& m
   SI_ASSIGN_OR_RETURN(GenerationTimes times, run_generation_step(model, machine, options, need));
   times.prefill_s = prefill_seconds(model, machine, options, need);
   times.inputs = options.inputs;
+  times.in_memory = need.in_memory;
   return times;
+}
+
+/// What `make` makes of the options with keys and values in memory or on the devices, whichever
+/// takes less time. Errors: the devices'.
+template <typename Make, typename Seconds>
+auto at_better_place(GenerationOptions options, Make make, Seconds seconds) {
+  options.cache = CachePlace::kMemory;
+  auto in_memory = make(options);
+  options.cache = CachePlace::kDevices;
+  auto on_devices = make(options);
+  if (!in_memory.ok()) return on_devices;
+  return on_devices.ok() && seconds(*on_devices) < seconds(*in_memory) ? on_devices : in_memory;
 }
 
 /// Fits beside that many others?
@@ -160,9 +199,10 @@ bool fits(const ModelShape& model, const Machine& machine, GenerationOptions opt
 }
 
 void add_wear(GenerationPlan& plan) {
+  if (plan.need.in_memory) return;
   const GenerationOptions& options = plan.options;
   const plan::SequenceTraffic one =
-      plan::sequence_traffic(plan.need.cache, options.context, options.tokens, plan.need.pinned);
+      plan::sequence_traffic(plan.need.cache, options.context, options.tokens);
   const double shared = static_cast<double>(options.prefix) / static_cast<double>(options.context);
   const auto sequences = static_cast<double>(options.sequences);
   // Sequences kept as inputs write those in place of keys and values.
@@ -182,7 +222,7 @@ void add_wear(GenerationPlan& plan) {
                                           static_cast<double>(plan.times.traffic.read));
   GenerationOptions together = options;
   together.sequences = plan.together;
-  const CachePieces pieces = cache_pieces(plan.need.cache, plan.machine, together);
+  const CachePieces pieces = cache_pieces(plan.need.cache, together);
   const auto loads = group_loads(pieces, plan.machine);
   if (!loads.ok()) return;
   double worn = 0;  // share of the life of the drive that wears fastest, for the whole job
@@ -199,16 +239,22 @@ void add_wear(GenerationPlan& plan) {
   plan.life_days = (plan.prefill_s + plan.decode_s) / worn / 86400;
 }
 
-/// How many drives of the first kind make something else the limit.
+/// Whether it is a part of each device, of which more devices have more.
+bool of_devices(std::string_view resource) {
+  return resource == "drives" || resource == "device processors" || resource == "device links";
+}
+
+/// How many drives of the first kind make something that is not theirs the limit. Fewer than there
+/// are, where they do not limit now.
 void add_next_limit(GenerationPlan& plan, const GenerationOptions& together) {
   constexpr uint32_t kDrivesMax = 1024;
-  if (plan.times.bound_by != "drives") return;
+  if (plan.need.in_memory) return;
   Machine more = plan.machine;
-  for (uint32_t n = more.devices.front().count + 1; n <= kDrivesMax; n += std::max(1u, n / 16)) {
+  for (uint32_t n = 1; n <= kDrivesMax; n += std::max(1u, n / 16)) {
     more.devices.front().count = n;
     const auto times = simulate_generation(plan.model, more, together);
-    if (!times.ok()) return;
-    if (times->bound_by == "drives") continue;
+    if (!times.ok()) continue;  // too few for all keys and values
+    if (of_devices(times->bound_by)) continue;
     plan.drives = n;
     plan.next_bound = times->bound_by;
     plan.next_tokens_per_s = times->tokens_per_s;
@@ -238,7 +284,6 @@ Result<plan::CacheModel> cache_model(const ModelShape& model, kernels::CacheForm
   if (cache.windows.size() != cache.layers) cache.windows.clear();
   cache.block_tokens = kernels::kCacheBlockTokens;
   cache.block_bytes = kernels::cache_block_bytes({cache.kv_heads, cache.head_width, format});
-  cache.value_bytes = format == kernels::CacheFormat::kF32 ? 4 : 2;
   return cache;
 }
 
@@ -250,69 +295,65 @@ Result<GenerationNeed> generation_need(const ModelShape& model, const Machine& m
   GenerationNeed need;
   SI_ASSIGN_OR_RETURN(need.cache, cache_model(model, options.format));
   const uint64_t longest = options.context + options.tokens;
-  const uint64_t shared = plan::sequence_bytes(need.cache, options.prefix);
-  need.cache_bytes =
-      shared + options.sequences * (plan::sequence_bytes(need.cache, longest) - shared);
-  SI_RETURN_IF_ERROR(place_cache(machine, options, need));
+  need.in_memory = options.cache == CachePlace::kMemory;
+  if (need.in_memory) {
+    SI_RETURN_IF_ERROR(check_memory(machine, options));
+    need.cache_bytes = options.sequences * plan::memory_bytes(need.cache, longest);
+  } else {
+    const CachePieces pieces = cache_pieces(need.cache, options);
+    need.cache_bytes = pieces.count * pieces.bytes;
+    SI_RETURN_IF_ERROR(place_cache(machine, options, need));
+  }
 
   const bool gpu = machine.gpu.name != "none";
   const uint64_t limit = host_bytes_max(machine, options);
-  const uint64_t tails = options.sequences * plan::tail_bytes(need.cache);
+  // Beside devices: the block of each layer that is not whole.
+  const uint64_t kept =
+      need.in_memory ? need.cache_bytes : options.sequences * plan::tail_bytes(need.cache);
   const uint64_t states = options.sequences * need.cache.heads * (need.cache.head_width + 2) * 8;
   plan::InferenceMemoryInput input;
   input.units = model.units();
   input.value_bytes = options.value_bytes();
   input.activation_bytes = activation_bytes(model, options);
   input.gpu = gpu;
-  input.source_bytes = uint64_t{kCacheSlotBytes} * machine.device_count() + states;
+  input.source_bytes = states;
+  if (!need.in_memory) input.source_bytes += uint64_t{kCacheSlotBytes} * machine.device_count();
   input.process_bytes =
       machine.host.process_bytes != 0 ? machine.host.process_bytes : kProcessBytesAssumed;
   if (gpu) input.process_bytes += kCudaHostBytesAssumed;
-  input.host_limit_bytes = limit - std::min(limit, tails);
-  if (gpu && machine.gpu.memory_bytes > 0) {
+  input.host_limit_bytes = limit - std::min(limit, kept);
+  // Other systems bring the weights of each layer by itself.
+  if (gpu && machine.gpu.memory_bytes > 0 && !options.takes_turns()) {
     input.accelerator_limit_bytes = machine.gpu.memory_bytes;
   }
   const auto placed = plan::plan_inference(input);
   if (!placed.ok()) {
     const Status& status = placed.status();
     return Status(status.code(),
-                  fmt::format("{}; beside {} for the unfinished blocks of {} sequences",
-                              status.what(), base::format_bytes(tails), options.sequences),
+                  fmt::format("{}; beside {} for the {} of {} sequences", status.what(),
+                              base::format_bytes(kept), kept_name(need), options.sequences),
                   "Allow more memory, or give fewer sequences.");
   }
+  if (!gpu) SI_RETURN_IF_ERROR(check_room(input, options, limit, input.source_bytes + kept));
   need.placement = placed->placement;
   need.gpu_bytes = placed->memory.accelerator_bytes;
   need.gpu_parts = placed->memory.accelerator;
   need.host_parts = placed->memory.host;
-  need.host_parts.push_back({"unfinished blocks", tails});
-  need.host_bytes = placed->memory.host_bytes + tails;
-  const double all = static_cast<double>(need.cache_bytes);
-  const uint64_t left = limit == ~uint64_t{0} ? 0 : limit - need.host_bytes;
-  if (can_pin(machine, options)) {
-    need.pinned = options.pinned;
-    if (options.pinned == GenerationOptions::kAuto) {
-      need.pinned = std::min(1.0, static_cast<double>(left) / all);
-    }
-  } else if (options.pinned > 0) {
-    return Status(ErrorCode::kUnsupported,
-                  "blocks stay in memory only beside the cores that fold them",
-                  "Leave out --pinned with such devices.");
-  }
-  const auto pinned = static_cast<uint64_t>(need.pinned * all);
-  if (limit != ~uint64_t{0} && pinned > left) {
-    return Status(
-        ErrorCode::kOutOfMemory,
-        fmt::format("{} of blocks in memory, and {} of {} are left", base::format_bytes(pinned),
-                    base::format_bytes(left), base::format_bytes(limit)),
-        "Give a smaller share.");
-  }
-  need.host_parts.push_back({"pinned blocks", pinned});
-  need.host_bytes += pinned;
+  need.host_parts.push_back({kept_name(need), kept});
+  need.host_bytes = placed->memory.host_bytes + kept;
   return need;
 }
 
 Result<GenerationTimes> simulate_generation(const ModelShape& model, const Machine& machine,
                                             const GenerationOptions& options) {
+  if (options.cache == CachePlace::kAuto) {
+    return at_better_place(
+        options,
+        [&](const GenerationOptions& placed) {
+          return simulate_generation(model, machine, placed);
+        },
+        [](const GenerationTimes& times) { return times.step_s; });
+  }
   if (options.inputs != GenerationOptions::kAuto) return simulate_share(model, machine, options);
   // A step has one shortest share: the nearest of some, then nearer ones on both sides.
   constexpr int kShares = 40;
@@ -339,6 +380,12 @@ Result<GenerationTimes> simulate_generation(const ModelShape& model, const Machi
 
 Result<GenerationPlan> plan_generation(const ModelShape& model, const Machine& machine,
                                        const GenerationOptions& options) {
+  if (options.cache == CachePlace::kAuto) {
+    return at_better_place(
+        options,
+        [&](const GenerationOptions& placed) { return plan_generation(model, machine, placed); },
+        [](const GenerationPlan& made) { return made.prefill_s + made.decode_s; });
+  }
   GenerationPlan plan;
   plan.model = model;
   plan.machine = machine;

@@ -21,6 +21,11 @@
 
 namespace smartinf::sim {
 
+/// Where keys and values are. kAuto: where a step is shorter.
+enum class CachePlace : uint8_t { kAuto, kMemory, kDevices };
+inline constexpr std::array<std::string_view, 3> kCachePlaceNames{"auto", "memory", "devices"};
+constexpr base::EnumNames enum_names(CachePlace) { return kCachePlaceNames; }
+
 /// kHost: keys and values are fetched in every step, as in FlexGen.
 enum class AttentionPlace : uint8_t { kDevices, kHost };
 inline constexpr std::array<std::string_view, 2> kAttentionPlaceNames{"devices", "host"};
@@ -35,7 +40,7 @@ struct GenerationOptions {
   uint64_t prefix = 0;      // first tokens of the prompts, which all of them share
   kernels::CacheFormat format = kernels::CacheFormat::kBf16;
   uint64_t memory_bytes = 0;  // of the host, that may be used; 0: all of the machine's
-  double pinned = kAuto;      // share of blocks that stay in memory; kAuto: what is left of it
+  CachePlace cache = CachePlace::kAuto;
 
   // Systems that smartinf is compared with.
   AttentionPlace attention = AttentionPlace::kDevices;
@@ -59,9 +64,9 @@ struct GenerationNeed {
   uint64_t gpu_bytes = 0;  // 0 without
   std::vector<plan::MemoryPart> host_parts;
   std::vector<plan::MemoryPart> gpu_parts;
+  bool in_memory = false;    // keys and values; else they are on the devices
   uint64_t cache_bytes = 0;  // of all sequences at their longest
-  double pinned = 0;         // share of it in memory
-  uint64_t drive_bytes = 0;  // of the device that has most in proportion to its room
+  uint64_t drive_bytes = 0;  // of the device that has most
 };
 
 struct GenerationTimes {
@@ -71,6 +76,7 @@ struct GenerationTimes {
   plan::CacheTraffic traffic;     // of a step, in the mean
   uint64_t weights_read = 0;      // of a step, at the drives
   double inputs = 0;              // the share that was taken
+  bool in_memory = false;         // keys and values
   std::vector<Utilization> busy;  // in a step, most first
   std::string bound_by;           // "drives", "cores", "GPU", "device processors", "host link", ...
   size_t events = 0;
@@ -80,8 +86,9 @@ struct GenerationTimes {
 /// decoder with attention in every layer.
 base::Result<plan::CacheModel> cache_model(const ModelShape& model, kernels::CacheFormat format);
 
-/// For options.sequences together. Errors: cache_model's; kInvalidArgument for lengths or shares
-/// that cannot be; kOutOfMemory and kNoSpace with what is needed and what there is.
+/// For options.sequences together; options.cache is kMemory or kDevices. Errors: cache_model's;
+/// kInvalidArgument for lengths or shares that cannot be; kOutOfMemory and kNoSpace with what is
+/// needed and what there is; kUnsupported for memory that nothing near it attends to.
 base::Result<GenerationNeed> generation_need(const ModelShape& model, const Machine& machine,
                                              const GenerationOptions& options);
 
@@ -94,7 +101,7 @@ struct GenerationPlan {
   Machine machine;
   GenerationOptions options;  // sequences: of the whole job
   uint64_t together = 0;      // of them that are decoded together, as many as fit
-  std::string held_by;        // what holds more of them: "drives", "host memory"; empty: all fit
+  std::string held_by;        // what holds more of them: "drives", "memory"; empty: all fit
   GenerationNeed need;        // of those
   GenerationTimes times;
   double prefill_s = 0;  // of the whole job
@@ -104,8 +111,8 @@ struct GenerationPlan {
   double requests_until_worn = 0;  // of the drive that wears fastest; 0: endurance not known
   double tokens_until_worn = 0;    // prompts included
   double life_days = 0;            // at this pace, day and night
-  // More drives of the first kind: from `drives` on something else limits, and as much is made.
-  uint32_t drives = 0;  // 0: it is not the drives that limit
+  // Drives of the first kind: from so many on something else limits, and as much is made.
+  uint32_t drives = 0;  // 0: in memory, or with any number the devices limit
   std::string next_bound;
   double next_tokens_per_s = 0;
 };

@@ -2,12 +2,14 @@
 
 #include <algorithm>
 #include <cmath>
+#include <deque>
 #include <map>
 #include <utility>
 
 #include <fmt/format.h>
 
 #include "smartinf/base/units.h"
+#include "smartinf/kernels/attention.h"
 #include "smartinf/plan/placement.h"
 #include "smartinf/sim/event_graph.h"
 
@@ -20,11 +22,17 @@ using base::Status;
 using plan::DecodeTask;
 using plan::DecodeWork;
 
+constexpr uint64_t kPiecesMax = 8;     // that reads and folds of a half and layer are cut into
 constexpr uint64_t kRowsOfAPass = 16;  // of kernels/row_product over the weights
+// On cores the time of a byte's fold grows with the queries that share it, as from this many on
+// (docs/results/attention.md); device.fold_bytes_per_s is of 4 queries and bf16.
+constexpr double kFoldQueriesLeast = 3.3;
+constexpr double kFoldQueriesMeasured = 4;
 
 double per_byte(double bytes_per_s) { return 1 / bytes_per_s; }
 
-/// Bytes a second of keys and values that a device's processor folds; 0: it cannot.
+/// Bytes a second of keys and values that a device's processor folds, or all cores where it is
+/// those; 0: it cannot.
 double fold_rate(const DeviceGroup& group) {
   if (group.fold_bytes_per_s > 0) return group.fold_bytes_per_s;
   // An update reads as much and writes as well, so a fold is not slower; kernels keep up with
@@ -67,7 +75,8 @@ class GenerationGraph {
         pieces_(pieces),
         places_(places_of(model, options, need)),
         gpu_(machine.gpu.name != "none") {
-    halves_ = options.takes_turns() || options.sequences == 1 || options.prefix > 0 ? 1 : 2;
+    const bool one_half = need.in_memory || options.takes_turns() || options.prefix > 0;
+    halves_ = one_half || options.sequences == 1 ? 1 : 2;
     // In the middle of the answers, in the mean over the tokens of a block.
     middle_ = options.context + options.tokens / 2;
     step_ = mean_step();
@@ -90,7 +99,6 @@ class GenerationGraph {
     input.steps = 2;
     input.streamed = places_.streamed;
     input.in_turn = options_.in_turn;
-    input.halves_ahead = halves_ahead();
     schedule_ = plan::make_decode_schedule(input);
     std::array<std::vector<uint32_t>, 2> ends;
     for (const DecodeTask& task : schedule_) {
@@ -118,15 +126,14 @@ class GenerationGraph {
     return std::floor((sequences() + (half == 0 ? 1 : 0)) / 2);
   }
 
-  /// Without pinned blocks, which are not read.
   plan::CacheTraffic mean_step() const {
     const uint64_t tokens = need_.cache.block_tokens;
     const uint64_t first = middle_ / tokens * tokens;
     const auto sum = [&](size_t together) {
       plan::CacheTraffic all;
       for (uint64_t i = 0; i < tokens; ++i) {
-        const std::vector<plan::CachedSequence> sequences(together,
-                                                          {first + i, options_.prefix, 1});
+        const uint64_t prefix = need_.in_memory ? 0 : options_.prefix;
+        const std::vector<plan::CachedSequence> sequences(together, {first + i, prefix, 1});
         all += plan::step_traffic(need_.cache, sequences);
       }
       return all;
@@ -153,19 +160,22 @@ class GenerationGraph {
     for (const GroupLoad& load : loads_) {
       const DeviceGroup& device = *load.group;
       Group group;
-      group.count = device.count;
-      group.share = static_cast<double>(load.pieces * device.count) / static_cast<double>(pieces_);
+      group.count = need_.in_memory ? 1 : device.count;
+      group.share = static_cast<double>(load.pieces * group.count) / static_cast<double>(pieces_);
       group.first_half = halves_ == 1 || load.pieces == 0 ? 1
                                                           : static_cast<double>(load.first_half) /
                                                                 static_cast<double>(load.pieces);
       group.drive = graph_.add_resource("drives", device.mixed_efficiency);
       const bool shares_cores = device.on_host_cores && !gpu_;
       group.processor = shares_cores ? host_ : graph_.add_resource("device processors");
-      // Products and folds share the cores by time.
-      if (shares_cores && !fetches()) compute_unit_s_ = per_byte(fold_rate(device));
       group.down = graph_.add_resource("device links");
       group.up = graph_.add_resource("device links");
       groups_.push_back(group);
+      // Products and folds share the cores by time.
+      if (shares_cores && !fetches()) {
+        compute_unit_s_ =
+            folding(static_cast<uint32_t>(groups_.size() - 1)).front().seconds_per_byte;
+      }
     }
   }
 
@@ -209,7 +219,19 @@ class GenerationGraph {
     return uses;
   }
   std::vector<Use> folding(uint32_t g) const {
-    const double rate = fold_rate(device(g));
+    double rate = fold_rate(device(g));
+    const bool q8 = options_.format == kernels::CacheFormat::kQ8;
+    if (q8) {  // a token takes as long as in bf16
+      const kernels::CacheBlockShape bf16{need_.cache.kv_heads, need_.cache.head_width,
+                                          kernels::CacheFormat::kBf16};
+      rate *= static_cast<double>(need_.cache.block_bytes) /
+              static_cast<double>(kernels::cache_block_bytes(bf16));
+    }
+    if (device(g).on_host_cores) {
+      rate *= (kFoldQueriesLeast + kFoldQueriesMeasured) /
+              (kFoldQueriesLeast +
+               static_cast<double>(model_.heads) / static_cast<double>(model_.kv_heads));
+    }
     const bool all_cores = groups_[g].processor == host_;
     return {{groups_[g].processor, per_byte(all_cores ? rate : together(g, rate))}};
   }
@@ -227,26 +249,19 @@ class GenerationGraph {
     const double part = half == 0 ? groups_[g].first_half : 1 - groups_[g].first_half;
     return read_of_layer_[layer] * groups_[g].share * part;
   }
-  double slots(uint32_t g) const { return together(g, static_cast<double>(kCacheSlotBytes)); }
-
-  std::vector<uint32_t> halves_ahead() const {
-    std::vector<uint32_t> ahead;
-    for (uint32_t g = 0; g < groups_.size(); ++g) {
-      double most = 1;
-      for (uint32_t l = 0; l < need_.cache.layers; ++l) most = std::max(most, load(g, l, 0));
-      ahead.push_back(static_cast<uint32_t>(
-          std::clamp(slots(g) / most, 1.0, 2.0 * static_cast<double>(need_.cache.layers))));
-    }
-    return ahead;
-  }
+  double slots(uint32_t g) const { return together(g, kCacheSlotBytes * 0.75); }
 
   /// Products of some rows with matrices, which are read once for each pass over them.
   double products_s(double parameters, double touched, double count) const {
     if (count <= 0) return 0;
     const Gpu& gpu = machine_.gpu;
+    const Host& host = machine_.host;
+    const bool rows = !gpu_ && host.decode_flops > 0 && host.decode_bytes_per_s > 0;
     const double passes = gpu_ ? 1 : std::ceil(count / static_cast<double>(kRowsOfAPass));
-    return std::max(2 * parameters * count / (gpu.peak_flops * gpu.product_efficiency),
-                    passes * touched * value_bytes() / gpu.memory_bytes_per_s);
+    return std::max(2 * parameters * count /
+                        (rows ? host.decode_flops : gpu.peak_flops * gpu.product_efficiency),
+                    passes * touched * value_bytes() /
+                        (rows ? host.decode_bytes_per_s : gpu.memory_bytes_per_s));
   }
   double qkv_parameters() const {
     return hidden() * static_cast<double>((model_.heads + 2 * model_.kv_heads) * model_.head_size);
@@ -351,7 +366,7 @@ class GenerationGraph {
   void add_queries(const DecodeTask& task) {
     const uint32_t g = task.device;
     const double part = rows(task.half) * groups_[g].share * (1 - options_.inputs);
-    const double down = part * static_cast<double>(model_.heads * model_.head_size) * value_bytes();
+    const double down = part * static_cast<double>(model_.heads * model_.head_size) * 4;
     std::vector<Use> uses;
     use_link_down(g, uses);
     if (gpu_) uses.push_back({gpu_up_, per_byte(machine_.gpu.link_bytes_per_s)});
@@ -359,36 +374,51 @@ class GenerationGraph {
     const double buffered = options_.write_back > 1 ? (options_.write_back - 1) / 2.0 : 0;
     const double rows_s = part * static_cast<double>(model_.kv_heads) * buffered *
                           machine_.software.buffered_row_s / groups_[g].count;
+    if (need_.in_memory) return keep({}, task);
     keep({stage(fetches() ? 0 : down, uses, latency_s(g) + rows_s)}, task);
   }
 
-  void add_read(const DecodeTask& task) {
-    const uint32_t g = task.device;
-    const double read = load(g, task.layer, task.half) * (1 - need_.pinned);
-    const std::vector<Use> uses = fetches() ? fetching(g) : reading(g);
-    keep({stage(std::min(read, slots(g)), uses)}, task);
-  }
+  /// The reads themselves come with the fold, piece by piece.
+  void add_read(const DecodeTask& task) { keep({}, task); }
 
-  /// From the slots what is there, and beside it the rest as it is read.
   void add_fold(const DecodeTask& task) {
     const uint32_t g = task.device;
+    const std::vector<Use> reads = fetches() ? fetching(g) : reading(g);
+    std::vector<Use> folds;
+    if (!fetches()) folds = folding(g);
     const double all = load(g, task.layer, task.half);
-    const double read = all * (1 - need_.pinned);
-    const double ahead = options_.takes_turns() ? 0 : std::min(read, slots(g));
-    keep({}, task);
-    const uint32_t end = done_.back();
-    std::vector<Use> streaming = fetches() ? fetching(g) : reading(g);
-    const auto part = [&](double bytes, std::span<const Use> uses) {
-      const uint32_t added = graph_.add_task({stage(bytes, uses)}, {});
-      for (const uint32_t before : task.after) graph_.add_dependency(added, done_[before]);
-      graph_.add_dependency(end, added);
-    };
-    if (!fetches()) {
-      const std::vector<Use> folds = folding(g);
-      streaming.insert(streaming.end(), folds.begin(), folds.end());
-      part(ahead + all - read, folds);
+    if (need_.in_memory) return keep({stage(all, folds)}, task);
+    if (options_.takes_turns()) {
+      std::vector<Use> uses = reads;
+      uses.insert(uses.end(), folds.begin(), folds.end());
+      return keep({stage(all, uses)}, task);
     }
-    part(read - ahead, streaming);
+    // What is folded frees its slots for what is read next.
+    Group& group = groups_[g];
+    const auto pieces = static_cast<uint64_t>(
+        std::clamp(std::ceil(all / (slots(g) / 4)), 1.0, static_cast<double>(kPiecesMax)));
+    const double bytes = all / static_cast<double>(pieces);
+    for (uint64_t i = 0; i < pieces; ++i) {
+      uint32_t room = EventGraph::kNone;
+      double held = bytes;
+      for (auto piece = group.folded.rbegin(); piece != group.folded.rend(); ++piece) {
+        // Two pieces always: large ones stand for many reads.
+        if (held + piece->bytes > slots(g) && piece != group.folded.rbegin()) {
+          room = piece->task;
+          break;
+        }
+        held += piece->bytes;
+      }
+      const uint32_t read =
+          graph_.add_task({stage(bytes, reads)}, {group.read, room, done_[done_.size() - 1]});
+      group.read = read;
+      const uint32_t before = group.folded.empty() ? EventGraph::kNone : group.folded.back().task;
+      const uint32_t fold = graph_.add_task({stage(fetches() ? 0 : bytes, folds)}, {read, before});
+      for (const uint32_t one : task.after) graph_.add_dependency(fold, done_[one]);
+      group.folded.push_back({bytes, fold});
+      while (group.folded.size() > kPiecesMax * 8) group.folded.pop_front();
+    }
+    done_.push_back(group.folded.back().task);
   }
 
   void add_states(const DecodeTask& task) {
@@ -398,6 +428,7 @@ class GenerationGraph {
     std::vector<Use> uses;
     use_link_up(g, uses);
     if (gpu_) uses.push_back({gpu_down_, per_byte(machine_.gpu.link_bytes_per_s)});
+    if (need_.in_memory) return keep({}, task);
     keep({stage(fetches() ? 0 : up, uses, latency_s(g))}, task);
   }
 
@@ -419,7 +450,8 @@ class GenerationGraph {
     const double keys = static_cast<double>(2 * model_.kv_heads * model_.head_size);
     const double kept =
         1 - options_.inputs + (options_.inputs_in_memory ? 0 : options_.inputs * hidden() / keys);
-    const double bytes = static_cast<double>(step_.written) * groups_[g].share * kept;
+    const double bytes =
+        need_.in_memory ? 0 : static_cast<double>(step_.written) * groups_[g].share * kept;
     std::vector<Use> uses{
         {groups_[g].drive,
          per_byte(together(g, device(g).write_bytes_per_s / device(g).write_amplification)),
@@ -453,9 +485,10 @@ class GenerationGraph {
     times.bound_by = times.busy.front().resource;
     const auto whole = [](double bytes) { return static_cast<uint64_t>(std::llround(bytes)); };
     times.weights_read = whole(weights_read_);
-    // What the formula says of all blocks, less those that are pinned or kept as inputs.
+    if (need_.in_memory) return times;
+    // What the formula says of all blocks, less those that are kept as inputs.
     const double not_inputs = 1 - options_.inputs;
-    const double read = static_cast<double>(step_.read) * not_inputs * (1 - need_.pinned);
+    const double read = static_cast<double>(step_.read) * not_inputs;
     const double keys = static_cast<double>(2 * model_.kv_heads * model_.head_size);
     const double kept =
         not_inputs + (options_.inputs_in_memory ? 0 : options_.inputs * hidden() / keys);
@@ -472,6 +505,12 @@ class GenerationGraph {
     double share = 0;       // of all pieces, as if each device had as many as the fullest
     double first_half = 1;  // of its pieces
     uint32_t drive = 0, processor = 0, down = 0, up = 0;
+    uint32_t read = EventGraph::kNone;  // the last piece
+    struct Piece {
+      double bytes = 0;
+      uint32_t task = 0;
+    };
+    std::deque<Piece> folded;
   };
 
   const ModelShape& model_;
@@ -484,7 +523,7 @@ class GenerationGraph {
   bool gpu_;
   uint32_t halves_ = 2;
   uint64_t middle_ = 0;                // tokens that a sequence has
-  plan::CacheTraffic step_;            // of all sequences, nothing pinned
+  plan::CacheTraffic step_;            // of all sequences
   std::vector<double> read_of_layer_;  // bytes of all blocks, without sequences kept as inputs
 
   EventGraph graph_;
@@ -503,19 +542,12 @@ class GenerationGraph {
 
 }  // namespace
 
-CachePieces cache_pieces(const plan::CacheModel& cache, const Machine& machine,
-                         const GenerationOptions& options) {
+CachePieces cache_pieces(const plan::CacheModel& cache, const GenerationOptions& options) {
   const uint64_t longest = options.context + options.tokens;
-  const uint64_t shared = plan::sequence_bytes(cache, options.prefix);
-  const uint64_t own = plan::sequence_bytes(cache, longest) - shared;
-  const uint64_t items = options.prefix > 0 ? 1 : options.sequences;
-  const uint64_t bytes = options.prefix > 0 ? shared + options.sequences * own : own;
-  uint64_t ranges = 1;  // of the heads of a sequence
-  while (items * ranges < machine.device_count() && ranges < cache.kv_heads) {
-    do ++ranges;
-    while (cache.kv_heads % ranges != 0);
-  }
-  return {items * ranges, base::divide_up(bytes, ranges), ranges};
+  const uint64_t shared = options.prefix / cache.block_tokens * cache.block_tokens;
+  if (shared == 0) return {options.sequences, plan::drive_bytes(cache, longest)};
+  return {1, plan::drive_bytes(cache, shared) +
+                 options.sequences * plan::drive_bytes(cache, longest - shared)};
 }
 
 Result<std::vector<GroupLoad>> group_loads(const CachePieces& pieces, const Machine& machine) {
@@ -536,20 +568,8 @@ Result<std::vector<GroupLoad>> group_loads(const CachePieces& pieces, const Mach
     capacities.push_back(capacity);
   }
   SI_ASSIGN_OR_RETURN(const std::vector<base::DeviceId> owner, plan::place(bundles, capacities));
-  std::vector<uint64_t> counts;
-  std::vector<uint32_t> device;
-  std::vector<uint32_t> sequence;  // ranges of one are in the same half
-  for (size_t i = 0; i < owner.size(); ++i) {
-    counts.push_back(bundles[i].count);
-    device.push_back(owner[i].value);
-    if (pieces.ranges > 1) sequence.push_back(static_cast<uint32_t>(i / pieces.ranges) + 1);
-  }
-  const std::vector<uint32_t> half = plan::decode_halves(counts, device, sequence);
   std::vector<GroupLoad> all(capacities.size());
-  for (size_t i = 0; i < owner.size(); ++i) {
-    all[device[i]].pieces += counts[i];
-    if (half[i] == 0) all[device[i]].first_half += counts[i];
-  }
+  for (size_t i = 0; i < owner.size(); ++i) all[owner[i].value].pieces += bundles[i].count;
   std::vector<GroupLoad> loads;
   auto first = all.begin();
   for (const DeviceGroup& group : machine.devices) {
@@ -557,6 +577,7 @@ Result<std::vector<GroupLoad>> group_loads(const CachePieces& pieces, const Mach
       return a.pieces < b.pieces;
     }));
     loads.back().group = &group;
+    loads.back().first_half = (loads.back().pieces + 1) / 2;
     first += group.count;
   }
   return loads;
@@ -581,8 +602,11 @@ Result<GenerationTimes> run_generation_step(const ModelShape& model, const Machi
                   fmt::format("device '{}' has no processor that attends", group.name),
                   "Set device.fold_bytes_per_s in the machine file, or use --attention host.");
   }
-  const CachePieces pieces = cache_pieces(need.cache, machine, options);
-  SI_ASSIGN_OR_RETURN(std::vector<GroupLoad> loads, group_loads(pieces, machine));
+  const CachePieces pieces = cache_pieces(need.cache, options);
+  std::vector<GroupLoad> loads{{&machine.devices.front(), pieces.count, pieces.count}};
+  if (!need.in_memory) {
+    SI_ASSIGN_OR_RETURN(loads, group_loads(pieces, machine));
+  }
   return GenerationGraph(model, machine, options, need, std::move(loads), pieces.count).run();
 }
 

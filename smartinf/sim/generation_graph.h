@@ -9,18 +9,15 @@
 
 namespace smartinf::sim {
 
-/// Read ahead on each device, in its memory; assumed.
+/// Memory of each device (engine::DeviceStoreOptions), three quarters of it for reading ahead.
 constexpr uint64_t kCacheSlotBytes = uint64_t{64} << 20;
 
-/// Things that devices are given: sequences; where there are fewer than devices, ranges of their
-/// heads; a prefix with all that share it is one.
+/// Things that devices are given: sequences; a prefix with all that share it is one.
 struct CachePieces {
   uint64_t count = 0;
-  uint64_t bytes = 0;   // of one, at its longest
-  uint64_t ranges = 1;  // of a sequence's heads: as many pieces in a row are one sequence's
+  uint64_t bytes = 0;  // of one, at its longest
 };
-CachePieces cache_pieces(const plan::CacheModel& cache, const Machine& machine,
-                         const GenerationOptions& options);
+CachePieces cache_pieces(const plan::CacheModel& cache, const GenerationOptions& options);
 
 /// Devices of one kind, with the pieces of the one that has most.
 struct GroupLoad {
@@ -28,7 +25,7 @@ struct GroupLoad {
   uint64_t pieces = 0;
   uint64_t first_half = 0;  // of these
 };
-/// Shared out by rate and room (plan::place), and into halves. Errors: kNoSpace.
+/// Shared out by rate and room (plan::place), and into two halves. Errors: kNoSpace.
 base::Result<std::vector<GroupLoad>> group_loads(const CachePieces& pieces, const Machine& machine);
 
 /// Bytes of weights that a step reads from the devices.

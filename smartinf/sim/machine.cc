@@ -75,6 +75,9 @@ std::vector<NamedField> fields_of(Host& host) {
        "compression on the host's cores; 0: the GPU does it"},
       {"step_ahead_params_per_s", not_negative(host.step_ahead_params_per_s),
        "one pass over new weights with compression; 0: none"},
+      {"decode_flops", not_negative(host.decode_flops),
+       "products of few rows on all cores; 0: as [gpu] says"},
+      {"decode_bytes_per_s", not_negative(host.decode_bytes_per_s), "weights of such products"},
       {"process_bytes", not_negative(host.process_bytes),
        "resident before there is a model: torch and the runtime"},
   };
@@ -106,7 +109,7 @@ std::vector<NamedField> fields_of(DeviceGroup& device) {
       {"decompress_bytes_per_s", not_negative(device.decompress_bytes_per_s),
        "processor with compressed gradients; 0: it cannot"},
       {"fold_bytes_per_s", not_negative(device.fold_bytes_per_s),
-       "processor: keys and values that it attends to; 0: as it updates"},
+       "processor: keys and values that it attends to, or all cores; 0: as it updates"},
       {"update_streams", &device.update_streams,
        "it updates a part of the state while that is being read"},
       {"pipeline", &device.pipeline,

@@ -36,6 +36,9 @@ struct Host {
   // SmartComp on the cores of the host, all that do it together; 0: the GPU selects.
   double select_params_per_s = 0;
   double step_ahead_params_per_s = 0;  // of new weights, by what was not sent; 0: no such pass
+  // Products of few rows on all cores, of which decoding consists; 0: at the GPU's rates.
+  double decode_flops = 0;
+  double decode_bytes_per_s = 0;       // weights, where arithmetic is not the limit
   uint64_t process_bytes = 0;          // resident before a model is there: torch, runtime, text
 };
 
@@ -62,8 +65,9 @@ struct DeviceGroup {
   bool remote = false;
   double update_bytes_per_s = 0;      // processor: state and gradient in; 0: cannot update
   double decompress_bytes_per_s = 0;  // processor with SmartComp: state and compressed gradient in
-  /// Keys and values that its processor attends to; 0: update_bytes_per_s, whose reads are as many
-  /// and which writes as well, and where there are kernels the drive's rate.
+  /// Keys and values that its processor attends to, with on_host_cores all cores; 0:
+  /// update_bytes_per_s, whose reads are as many and which writes as well, and where there are
+  /// kernels the drive's rate.
   double fold_bytes_per_s = 0;
   bool update_streams = false;        // overlapped, it works on a subgroup while that is being read
   /// A pipeline takes in so many elements in a cycle, whatever the update rule: the two rates are

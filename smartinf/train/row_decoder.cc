@@ -9,6 +9,7 @@
 #include <torch/torch.h>
 
 #include "smartinf/base/check.h"
+#include "smartinf/plan/decode_schedule.h"
 #include "smartinf/train/guarded.h"
 #include "smartinf/train/scalar_type.h"
 
@@ -186,10 +187,33 @@ RowModel::Layer RowDecoder::layer_of(size_t unit, const UnitWeights& weights,
   return layer;
 }
 
-/// A group attends while the next one is computed.
-void RowDecoder::run_layer(const RowModel::Layer& layer, std::span<ModelRows> groups) {
-  for (ModelRows& rows : groups) rows_.begin_layer(layer, rows, *store_);
-  for (ModelRows& rows : groups) rows_.end_layer(layer, rows, *store_);
+/// A group attends while the other one is computed. Units are held until the last group is through,
+/// when the first one has begun the next.
+void RowDecoder::run_layers(std::span<ModelRows> groups) {
+  const std::span<const plan::Unit> units = loaded_.model.units();
+  std::vector<RowModel::Layer> layers;  // that were begun
+  const auto unit_of = [&](uint32_t layer) {
+    return std::ranges::find_if(
+        units, [&](const plan::Unit& unit) { return layer - unit.first_layer < unit.layers; });
+  };
+  for (const auto& [work, index, half] : plan::decode_host_order(
+           loaded_.model.architecture().layers, static_cast<uint32_t>(groups.size()))) {
+    if (work == plan::DecodeWork::kLogits) continue;  // choose_tokens()
+    const auto unit = unit_of(index);
+    const auto number = static_cast<size_t>(unit - units.begin());
+    if (work == plan::DecodeWork::kTails) {
+      rows_.end_layer(layers[index], groups[half], *store_);
+      const bool last = index + 1 == unit->first_layer + unit->layers;
+      if (last && half + 1 == groups.size()) loaded_.stream.release(number);
+      continue;
+    }
+    if (half == 0 && index == unit->first_layer) {
+      throw_if_stopped(options_.stop);
+      const UnitWeights& weights = loaded_.stream.get(number);
+      for (uint32_t i = 0; i < unit->layers; ++i) layers.push_back(layer_of(number, weights, i));
+    }
+    rows_.begin_layer(layers[index], groups[half], *store_);
+  }
 }
 
 /// Computes the next token of each sequence, and where there is `choose` the one behind it.
@@ -204,16 +228,16 @@ void RowDecoder::run_pass(std::span<Sequence* const> sequences, const Choose* ch
   order.insert(order.end(), next.begin(), next.end());
   LayerStream& stream = loaded_.stream;
   stream.start(std::move(order));
-  for (size_t unit = 0; unit < loaded_.model.head(); ++unit) {
-    throw_if_stopped(options_.stop);
-    const UnitWeights& weights = stream.get(unit);
+  const UnitWeights& embedding = stream.get(0);
+  for (ModelRows& rows : groups) rows_.embed(embedding, rows);
+  stream.release(0);
+  try {
+    run_layers(groups);
+  } catch (...) {
     for (ModelRows& rows : groups) {
-      if (unit == 0) rows_.embed(weights, rows);
+      if (rows.ticket) (void)store_->finish_attend(*rows.ticket);  // its memory goes
     }
-    for (uint32_t i = 0; i < loaded_.model.units()[unit].layers; ++i) {
-      run_layer(layer_of(unit, weights, i), groups);
-    }
-    stream.release(unit);
+    throw;
   }
   for (Sequence* one : sequences) one->next.pop_front();
   if (choose != nullptr) choose_tokens(sequences, groups, *choose);

@@ -58,7 +58,7 @@ class RowDecoder final : public SequenceDecoder {
   void run_pass(std::span<Sequence* const> sequences, const Choose* choose);
   void drop_lost();
   std::vector<ModelRows> groups_of(std::span<Sequence* const> sequences) const;
-  void run_layer(const RowModel::Layer& layer, std::span<ModelRows> groups);
+  void run_layers(std::span<ModelRows> groups);
   void choose_tokens(std::span<Sequence* const> sequences, std::span<const ModelRows> groups,
                      const Choose& choose);
   RowModel::Layer layer_of(size_t unit, const UnitWeights& weights, uint32_t index) const;

@@ -100,6 +100,44 @@ class LosingStore final : public engine::KeyValueStore {
   bool any_lost_ = false;
 };
 
+/// A store in memory that writes down what is begun and ended, and refuses the last of so many
+/// attends.
+class RecordingStore final : public engine::KeyValueStore {
+ public:
+  RecordingStore(const engine::KeyValueShape& shape, size_t attends, std::string& record)
+      : store_(engine::make_memory_store(shape, uint64_t{1} << 26, 1)),
+        attends_left_(attends),
+        record_(record) {}
+  Status open(SequenceId id, uint64_t tokens_max) override { return store_->open(id, tokens_max); }
+  uint64_t tokens(SequenceId id) const override { return store_->tokens(id); }
+  Status append(SequenceId id, uint32_t layer, uint64_t count, DataType type, const void* keys,
+                const void* values) override {
+    return store_->append(id, layer, count, type, keys, values);
+  }
+  base::Result<engine::AttendTicket> begin_attend(
+      uint32_t layer, std::span<const engine::AttendQuery> queries) override {
+    if (--attends_left_ == 0) return Status(ErrorCode::kIo, "it ends here");
+    auto begun = store_->begin_attend(layer, queries);
+    const std::string name =
+        std::to_string(layer) + (queries.front().id == prompts_first_ ? "A" : "B");
+    names_[*begun] = name;
+    record_ += " " + name;
+    return begun;
+  }
+  Status finish_attend(engine::AttendTicket ticket) override {
+    record_ += " -" + names_.at(ticket);
+    return store_->finish_attend(ticket);
+  }
+  void close(SequenceId id) override { store_->close(id); }
+
+ private:
+  const std::unique_ptr<engine::KeyValueStore> store_;
+  size_t attends_left_;
+  std::string& record_;
+  const SequenceId prompts_first_ = 1;
+  std::map<engine::AttendTicket, std::string> names_;
+};
+
 class Loaded {
  public:
   Loaded(const model::Architecture& architecture, DataType type)
@@ -127,6 +165,13 @@ class Loaded {
         std::make_unique<LosingStore>(
             key_value_shape(model_.architecture(), kernels::CacheFormat::kBf16), id, attends),
         RowDecoder::Options{1, false, {}});
+  }
+  std::unique_ptr<SequenceDecoder> recording(size_t attends, std::string& record) {
+    return std::make_unique<RowDecoder>(
+        LoadedModel{model_, stream_, pass_, nullptr, type_},
+        std::make_unique<RecordingStore>(
+            key_value_shape(model_.architecture(), kernels::CacheFormat::kBf16), attends, record),
+        RowDecoder::Options{1, true, {}});
   }
   std::unique_ptr<SequenceDecoder> by_torch() {
     return std::make_unique<TorchDecoder>(model_, pass_, torch::dtype(scalar_type(type_)),
@@ -317,6 +362,24 @@ TEST(RowDecoder, OnlyTheSequenceThatIsLostEndsAndItGoesOnWithTheSameBits) {
     expected[kLost].resize(logits.at(kLost).size());
     EXPECT_EQ(logits, expected);
   }
+}
+
+TEST(RowDecoder, AHalfAttendsWhileTheOtherIsComputedAcrossLayersToo) {
+  Loaded loaded(forms().front().architecture, DataType::kBf16);
+  const std::map<SequenceId, std::vector<int64_t>> two{{1, {5}}, {2, {7}}};
+  const auto choose = [](SequenceId, std::span<const float>) { return int64_t{3}; };
+  std::string record;
+  const auto decoder = loaded.recording(1000, record);
+  admit(*decoder, two);
+  ASSERT_TRUE(decoder->step(choose).ok());
+  ASSERT_EQ(forms().front().architecture.layers, 3u);
+  EXPECT_EQ(record, " 0A 0B -0A 1A -0B 1B -1A 2A -1B 2B -2A -2B");
+  // What is under way when a step fails is waited for: its memory goes.
+  record.clear();
+  const auto failing = loaded.recording(4, record);
+  admit(*failing, two);
+  EXPECT_EQ(failing->step(choose).code(), ErrorCode::kIo);
+  EXPECT_EQ(record, " 0A 0B -0A 1A -0B -1A");
 }
 
 TEST(RowDecoder, WhatDoesNotFitIsNotTakenIn) {

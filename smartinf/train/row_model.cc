@@ -286,7 +286,7 @@ void RowModel::add_made(const Layer& layer, Part post_norm, std::vector<float> m
 }
 
 void RowModel::end_layer(const Layer& layer, ModelRows& rows, engine::KeyValueStore& store) {
-  base::Status attended = store.finish_attend(rows.ticket);
+  base::Status attended = store.finish_attend(*std::exchange(rows.ticket, std::nullopt));
   const auto failed = [&](engine::SequenceId id) { return !store.failure(id).ok(); };
   if (!attended.ok() && std::ranges::none_of(rows.ids, failed)) {
     throw_if_error(std::move(attended));

@@ -7,6 +7,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -32,7 +33,7 @@ struct ModelRows {
   // State of the attention that is under way.
   std::vector<float> query_MHD, attended_MHD;
   std::vector<engine::AttendQuery> queries;
-  engine::AttendTicket ticket = 0;
+  std::optional<engine::AttendTicket> ticket;
 
   size_t count() const { return ids.size(); }
 };

@@ -96,6 +96,28 @@ class WrongUsage(unittest.TestCase):
         self.refused("plan", "llama3-8C", says="llama3-8B?")
         self.refused("plan", "llama3-8B", "--machine", "workstation-gen6", says="workstation-gen")
         self.refused("plan", "llama3-8B", "--hide", "forward", says="is now --overlap")
+        for command in ("plan", "simulate"):
+            for words, says in ((["llama3-8C"], "llama3-8B?"), (["llama3-8B", "--context", "0"], "at least 1"),
+                                (["llama3-8B", "--tokens", "many"], "not a number"),
+                                (["llama3-8B", "--prefix", "9000"], "shared prefix of 9000 tokens in prompts of 8192"),
+                                (["llama3-8B", "--cache-format", "q4"], "q8?"),
+                                (["llama3-8B", "--memory", "8 potatoes"], "not a size"),
+                                (["llama3-8B", "--memory", "1GB"], "generating needs"),
+                                (["llama3-8B", "--context", "100000000", "--tokens", "10"], "beyond 1e8"),
+                                (["llama3-8B", "--cache-in", "drives"], "auto, memory, devices"),
+                                (["llama3-8B", "--cache-in", "memory"], "--cache-in memory"),
+                                (["llama3-8B", "--batch", "2"], "training step"),
+                                (["llama3-8B", "--write-back", "0"], "at least 1"),
+                                (["llama3-8B", "--inputs", "2"], "from 0 to 1"),
+                                (["bert-0.11B", "--context", "100"], "decoder"),
+                                (["gpt2-0.12B"], "1024 positions"),
+                                (["llama3-405B", "--sequences", "1", "--context", "9000000"], "keys and values")):
+                self.refused(command, "--generate", *words, says=says)
+            self.refused(command, "--context", "5", says="add --generate MODEL")
+        self.refused("plan", "llama3-8B", "--generate", "llama3-8B", says="MODEL is given with --generate")
+        self.refused("plan", "--generate", "llama3-8B", "--html", "x.html", says="--html is given with --generate")
+        self.refused("simulate", "--generate", "llama3-8B", "--trace", "x.json", says="--trace is given")
+        self.refused("simulate", "--generate", "llama3-8B", "--sweep", "sequences=none,4", says="not a number")
         good = run("simulate", "--machine", "workstation-gen4", "--print-machine").stdout
         with tempfile.TemporaryDirectory() as folder:
             machine = pathlib.Path(folder) / "m.toml"
@@ -282,6 +304,50 @@ class Plan(unittest.TestCase):
                               "--engine.io_size", "1MiB", "--engine.io_depth", "4")
                 self.assertEqual(trained.returncode, 0, trained)
                 self.assertIn("step 1/1  loss ", trained.stdout)
+
+    def test_generation(self):
+        words = ["--context", "32768", "--sequences", "64", "--tokens", "512"]
+        plan, _ = self.planned("--generate", "llama3-8B", *words)
+        kept = 64 * 32 * (33280 // 32 + 2) * 131072
+        self.assertEqual((plan["cache_bytes"], plan["device_bytes"], plan["together"]), (kept, kept // 4, 64))
+        self.assertAlmostEqual(plan["tokens_per_s"], 64 / plan["step_s"], delta=1e-6)
+        self.assertAlmostEqual(plan["decode_s"], 512 * plan["step_s"], delta=1e-6 * plan["decode_s"])
+        self.assertEqual(plan["drive_written_bytes"], 64 * 33280 * 131072)
+        self.assertEqual(sum(plan["host_parts"].values()), plan["host_bytes"])
+        self.assertEqual(plan["command"], "", "there is no command for a GPU beside devices")
+        half, _ = self.planned("--generate", "llama3-8B", *words, "--cache-format", "q8")
+        self.assertAlmostEqual(half["drive_read_bytes"] / plan["drive_read_bytes"], 69632 / 131072, delta=1e-6)
+        self.assertGreater(half["drive_life_days"], 0)
+        few, _ = self.planned("--generate", "llama3-8B", *words[:2], "--sequences", "10000")
+        self.assertEqual(few["held_by"], "drives")
+        self.assertLess(few["together"], 10000)
+        row = json.loads(run("simulate", "--generate", "llama3-8B", *words, "--json").stdout)
+        self.assertEqual(row["step_s"], plan["step_s"])
+        self.assertEqual(row["drive_read_bytes"] * 512, plan["drive_read_bytes"])
+        rows = run("simulate", "--generate", "llama3-8B", "--sweep", "devices=1..3", "--json").stdout.splitlines()
+        self.assertEqual([json.loads(row)["devices"] for row in rows], [1, 2, 3])
+        shown = run("plan", "--generate", "llama3-8B", *words).stdout
+        for says in ("64 prompts of 32768 tokens", "unfinished blocks", "written", "limit"):
+            self.assertIn(says, shown)
+        self.assertIn("tokens/s, bound by", run("simulate", "--generate", "llama3-8B").stdout)
+
+    def test_a_plan_of_generation_has_its_command(self):
+        with tempfile.TemporaryDirectory() as folder:
+            machine = pathlib.Path(folder) / "m.toml"
+            text = MACHINE.read_text(encoding="utf-8").replace(
+                'preset = "RTX4090"', 'name = "none"\npeak_flops = 1e12\nmemory_bytes_per_s = 5e10\n'
+                "link_bytes_per_s = 1e10").replace("count = 4", "count = 1\non_host_cores = true")
+            machine.write_text(text.replace("NVMe PCIe Gen4 x4", folder), encoding="utf-8")
+            words = ["--generate", "llama3-1B", "--machine", str(machine), "--sequences", "8"]
+            plan, _ = self.planned(*words, "--cache-in", "devices", "--memory", "8GB")
+            self.assertEqual(plan["command"], f"smartinf generate FOLDER --batch prompts.jsonl --out answers.jsonl --tokens 128 "
+                                              f"--sequences 8 --cache {folder}/kv --type bf16 --memory 8GB")
+            plan, _ = self.planned(*words)
+            self.assertEqual(plan["cache_in"], "memory")
+            self.assertEqual(plan["drive_written_bytes"] + plan["enough_devices"], 0)
+            self.assertNotIn("--cache", plan["command"])
+            plan, _ = self.planned(*words, "--cache-in", "devices", "--devices", "3")
+            self.assertEqual(plan["command"].count("--cache DIR"), 3)
 
     def test_the_page_holds_the_plan_and_what_it_draws(self):
         with tempfile.TemporaryDirectory() as folder:

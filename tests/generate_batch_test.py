@@ -167,6 +167,30 @@ class GenerateBatch(StreamCase):
         self.run_batch(model, prompts, *one, "--fresh")
         self.assertEqual(self.answers(), whole)
 
+    def test_the_plans_command_runs_as_it_is(self):
+        model, drive = self.make_model(), self.folder / "a drive"
+        drive.mkdir()
+        self.prompts([{"id": i, "tokens": [1 + i] * 20} for i in range(5)])
+        text = subprocess.run([SMARTINF, "simulate", "--machine", "workstation-gen4", "--print-machine"],
+                              capture_output=True, text=True, timeout=60, check=True).stdout
+        text = text.replace("'RTX4090'", "'none'").replace("count = 4", "count = 1")
+        text = text.replace("on_host_cores = false", "on_host_cores = true").replace("NVMe PCIe Gen4 x4", str(drive))
+        (self.folder / "m.toml").write_text(text)
+        for place in ("memory", "devices"):
+            done = subprocess.run(
+                [SMARTINF, "plan", "--generate", str(model), "--machine", str(self.folder / "m.toml"), "--context", "20",
+                 "--sequences", "5", "--tokens", "7", "--cache-in", place, "--memory", "2GB", "--json"],
+                capture_output=True, text=True, timeout=60, check=False)
+            self.assertEqual(done.returncode, 0, done)
+            command = json.loads(done.stdout)["command"]
+            self.assertEqual("--cache" in command, place == "devices")
+            environment = {**ENVIRONMENT, "PATH": f"{pathlib.Path(SMARTINF).parent}:{os.environ['PATH']}"}
+            done = subprocess.run(command, shell=True, cwd=self.folder, capture_output=True, text=True, timeout=300,
+                                  check=False, env=environment)
+            self.assertEqual(done.returncode, 0, done)
+            self.assertEqual([len(row["tokens"]) for row in self.by_id().values()], [7] * 5)
+            (self.folder / "answers.jsonl").unlink()
+
     def test_an_interrupt_saves_and_others_are_refused(self):
         model, prompts = self.make_model(), self.long_prompts(tokens=1000)
         process = self.begin(model, prompts, journal_bytes=2000)

@@ -25,6 +25,7 @@
 #include "smartinf/train/product_rate.h"
 
 #include "apps/smartinf/commands.h"
+#include "apps/smartinf/decode_rate.h"
 #include "apps/smartinf/loopback_rate.h"
 #include "apps/smartinf/machine.h"
 #include "apps/smartinf/update_rate.h"
@@ -133,6 +134,7 @@ struct CoreRates {
   double expand_bytes = 0;
   SelectRate select;
   double step_ahead_params = 0;
+  DecodeRates decode;
 };
 
 constexpr double kDensity = 0.08;
@@ -150,6 +152,7 @@ base::Result<CoreRates> measure_cores() {
   rates.expand_bytes *= 12;
   SI_ASSIGN_OR_RETURN(rates.select, measure_select_rate(work.compress));
   SI_ASSIGN_OR_RETURN(rates.step_ahead_params, measure_step_ahead_rate());
+  SI_ASSIGN_OR_RETURN(rates.decode, measure_decode_rates(rates.cores));
   return rates;
 }
 
@@ -255,6 +258,7 @@ base::Result<sim::DeviceGroup> measure_device(const std::string& path, const Cor
   device.link_bytes_per_s = rounded(rates.copy_bytes / 2);
   device.update_bytes_per_s = rounded(rates.update_bytes / static_cast<double>(devices));
   device.decompress_bytes_per_s = rounded(rates.expand_bytes / static_cast<double>(devices));
+  device.fold_bytes_per_s = rounded(rates.decode.fold_bytes_per_s);
   device.on_host_cores = true;
   device.memory_bytes = plan::kMemoryBudgetBytes;
   device.capacity_bytes = drive_facts(path).free_bytes;
@@ -278,6 +282,8 @@ base::Result<sim::Machine> measure_machine(const CalibrateFlags& flags, CoreRate
   // Local drives meet the host in its memory: every byte is written once and read once.
   machine.host.link_bytes_per_s = rounded(rates.copy_bytes / 2);
   machine.host.process_bytes = kProcessBytes;
+  machine.host.decode_flops = rounded(rates.decode.flops);
+  machine.host.decode_bytes_per_s = rounded(rates.decode.weight_bytes_per_s);
   machine.network.near_bytes_per_s = rounded(rates.loopback_bytes);
   plan::DeviceSlotsInput slots;
   slots.memory_bytes = ~uint64_t{0};
@@ -311,6 +317,9 @@ void print_json(const CalibrateFlags& flags, const sim::Machine& machine, const 
                              {"decompress_bytes_per_s", rates.expand_bytes},
                              {"select_params_per_s", machine.host.select_params_per_s},
                              {"step_ahead_params_per_s", rates.step_ahead_params},
+                             {"decode_flops", rates.decode.flops},
+                             {"decode_bytes_per_s", rates.decode.weight_bytes_per_s},
+                             {"fold_bytes_per_s", rates.decode.fold_bytes_per_s},
                              {"cores", rates.cores},
                              {"gpu", machine.gpu.name}};
   if (rates.products > 0) all["product_flops"] = rates.products;
@@ -330,6 +339,9 @@ void print_rates(const sim::Machine& machine, const CoreRates& rates) {
              base::format_rate(rates.update_bytes), rates.cores);
   fmt::print("select  {:.0f} M parameters/s ({} threads; compressed gradients, density {})\n",
              machine.host.select_params_per_s * 1e-6, rates.select.threads, kDensity);
+  fmt::print("decode  {:.1f} GFLOP/s of 16 rows, weights at {} for one; keys and values at {}\n",
+             rates.decode.flops * 1e-9, base::format_rate(rates.decode.weight_bytes_per_s),
+             base::format_rate(rates.decode.fold_bytes_per_s));
   if (rates.products > 0) {
     fmt::print("compute {:.1f} GFLOP/s in bf16 matrix products (torch, {} cores)\n",
                rates.products * 1e-9, rates.cores);

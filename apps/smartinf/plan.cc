@@ -1,4 +1,4 @@
-// `smartinf plan`: what a model needs of a machine, and which method and state format to take.
+// `smartinf plan`: what training a model, or generating with it, needs of a machine.
 #include <algorithm>
 #include <array>
 #include <cstdio>
@@ -14,6 +14,7 @@
 #include "smartinf/train/options.h"
 
 #include "apps/smartinf/commands.h"
+#include "apps/smartinf/plan_generation.h"
 #include "apps/smartinf/python_script.h"
 #include "apps/smartinf/sim_flags.h"
 
@@ -282,6 +283,19 @@ void print_plan(const sim::Plan& plan) {
 
 int run_plan(const PlanFlags& flags) {
   SimFlags question_flags = flags.question;
+  if (const auto model = question_flags.find(kGenerateFlag); model != question_flags.end()) {
+    for (const auto& [given, what] :
+         {std::pair(!flags.model.empty(), "MODEL"), std::pair(!flags.html.empty(), "--html"),
+          std::pair(!flags.recipe.empty(), "--recipe"), std::pair(!flags.with.empty(), "--with"),
+          std::pair(flags.precision != "bf16", "--precision")}) {
+      if (!given) continue;
+      return report(base::Status(base::ErrorCode::kInvalidArgument,
+                                 fmt::format("{} is given with --generate MODEL", what),
+                                 "It is for a plan of training."),
+                    kExitUsage);
+    }
+    return run_generation_plan(question_flags, flags.json);
+  }
   if (!flags.model.empty()) question_flags["model"] = flags.model;
   if (question_flags.find("machine") == question_flags.end()) {
     question_flags["machine"] = "workstation-gen4";
@@ -330,9 +344,10 @@ int run_plan(const PlanFlags& flags) {
 }  // namespace
 
 void add_plan(CLI::App& app, Run& run) {
-  CLI::App* command = app.add_subcommand(
-      "plan",
-      "Predict what training a model takes on a machine: memory, time, drive life, what to buy");
+  CLI::App* command = app.add_subcommand("plan",
+                                         "Predict what training a model takes on a machine, or "
+                                         "generating with it: memory, time, drive "
+                                         "life, what to buy");
   auto flags = std::make_shared<PlanFlags>();
   command
       ->add_option("MODEL", flags->model,
@@ -367,7 +382,8 @@ void add_plan(CLI::App& app, Run& run) {
       "  smartinf plan ./config.json --parameters 13015864320 --with python\n"
       "  smartinf plan llama3-8B --gpu H100 --method su+o+c --ratio 0.02 --recipe train.toml\n"
       "  smartinf plan llama3-8B --gpu H100 --gpus 2 --ranks 4 --machines 2 --machine my.toml\n"
-      "  smartinf plan gpt2-33.0B --machine smartssd-a5000 --json");
+      "  smartinf plan gpt2-33.0B --machine smartssd-a5000 --json\n"
+      "  smartinf plan --generate ./Qwen3-0.6B --context 32768 --sequences 64 --machine my.toml");
   command->callback([flags, &run] { run = [flags] { return run_plan(*flags); }; });
 }
 

@@ -21,10 +21,13 @@ using base::Result;
 using base::Status;
 namespace fs = std::filesystem;
 
+enum class Use : uint8_t { kBoth, kTraining, kGeneration };
+
 struct Flag {
   const char* name;
   const char* type;
   const char* help;
+  Use use = Use::kTraining;
 };
 
 constexpr std::array kFlags{
@@ -32,22 +35,24 @@ constexpr std::array kFlags{
          "Model: a preset (llama3-8B, ...), a model's folder, or a Hugging Face config.json "
          "[gpt2-4.0B]"},
     Flag{"parameters", "N",
-         "Number of parameters of a config.json whose model_type is not known here"},
+         "Number of parameters of a config.json whose model_type is not known here", Use::kBoth},
     Flag{"layers", "N", "Number of layers, for a GPT-2 model given by its shape"},
     Flag{"hidden", "N", "Hidden size"},
-    Flag{"heads", "N", "Number of attention heads [hidden / 128]"},
-    Flag{"kv-heads", "N", "Number of key-value heads [heads]"},
-    Flag{"feed-forward", "N", "Inner width of the feed-forward part [4 x hidden]"},
-    Flag{"vocab", "N", "Size of the vocabulary [50257]"},
+    Flag{"heads", "N", "Number of attention heads [hidden / 128]", Use::kBoth},
+    Flag{"kv-heads", "N", "Number of key-value heads [heads]", Use::kBoth},
+    Flag{"feed-forward", "N", "Inner width of the feed-forward part [4 x hidden]", Use::kBoth},
+    Flag{"vocab", "N", "Size of the vocabulary [50257]", Use::kBoth},
     Flag{"batch", "N", "Sequences in a step, per GPU [4]"},
     Flag{"seq", "N", "Tokens in a sequence [the model's]"},
     Flag{"machine", "NAME|FILE",
          "Machine: a preset (workstation-gen5, ...) or a TOML file [smartssd-a5000; in plan "
-         "workstation-gen4]"},
+         "workstation-gen4]",
+         Use::kBoth},
     Flag{"gpu", "NAME",
-         "GPU that the machine has instead of its own (A5000, A100, A4000, RTX4090, ...)"},
+         "GPU that the machine has instead of its own (A5000, A100, A4000, RTX4090, ...)",
+         Use::kBoth},
     Flag{"gpus", "N", "Number of GPUs"},
-    Flag{"devices", "N", "Number of devices of the machine's first kind"},
+    Flag{"devices", "N", "Number of devices of the machine's first kind", Use::kBoth},
     Flag{"method", "NAME",
          "Method: baseline (host update), su (SmartUpdate), su+o (overlapped) or su+o+c "
          "(compressed) [su+o]"},
@@ -76,6 +81,42 @@ constexpr std::array kFlags{
     Flag{"guess", "right|wrong",
          "Guess of an early update, that no gradient is clipped; after a wrong guess the update is "
          "made again [right]"},
+    Flag{kGenerateFlag, "MODEL",
+         "Model that answers prompts, as --model, in place of a training step: decoding with keys "
+         "and values on devices",
+         Use::kGeneration},
+    Flag{"context", "N", "Tokens of a prompt [8192]", Use::kGeneration},
+    Flag{"sequences", "N", "Prompts: that are answered at once; in plan all of the job's [16]",
+         Use::kGeneration},
+    Flag{"tokens", "N", "New tokens of each answer [128]", Use::kGeneration},
+    Flag{"prefix", "N", "First tokens of the prompts, which all of them share [0]",
+         Use::kGeneration},
+    Flag{"cache-format", "bf16|f32|q8",
+         "How keys and values are kept; with f32 the weights are f32, too [bf16]",
+         Use::kGeneration},
+    Flag{"memory", "SIZE", "Memory of the host that may be used [all of the machine's]",
+         Use::kGeneration},
+    Flag{"cache-in", "NAME",
+         "Place of keys and values: memory or devices [auto: where it takes less time]",
+         Use::kGeneration},
+    Flag{"attention", "NAME",
+         "Place where queries meet keys and values: devices, or host, to which all are fetched in "
+         "every step, as in FlexGen [devices]",
+         Use::kGeneration},
+    Flag{"in-turn", "NAME",
+         "What waits for its turn, as in other systems, which bring all weights to the GPU in "
+         "every step: attention, or all (streamed weights as well) [nothing]",
+         Use::kGeneration},
+    Flag{"write-back", "N",
+         "Tokens after which other systems write keys and values, each head's row by itself; the "
+         "host has them until then [whole blocks]",
+         Use::kGeneration},
+    Flag{"inputs", "R|auto",
+         "Share of the prompts of which inputs of layers are kept in place of keys and values, as "
+         "other systems do [0]",
+         Use::kGeneration},
+    Flag{"inputs-in-memory", "true|false", "Whether those inputs are in the host's memory [false]",
+         Use::kGeneration},
 };
 
 /// Name of the flag in earlier versions; refused with what to write in its place.
@@ -135,6 +176,59 @@ Status apply_rank_flags(const SimFlags& flags, sim::StepOptions& options) {
   SI_RETURN_IF_ERROR(number_of("accumulation", 1 << 20, options.accumulation));
   if (options.accumulation > 1 || options.ranks > 1) {
     options.weights = sim::ResidentStep{};
+  }
+  return {};
+}
+
+Status apply_generation_flags(const SimFlags& flags, sim::GenerationOptions& options) {
+  const auto value_of = [&](const char* name) -> const std::string* {
+    const auto found = flags.find(name);
+    return found == flags.end() ? nullptr : &found->second;
+  };
+  for (const auto& [name, target] :
+       std::initializer_list<std::pair<const char*, uint64_t*>>{{"context", &options.context},
+                                                                {"sequences", &options.sequences},
+                                                                {"tokens", &options.tokens},
+                                                                {"prefix", &options.prefix}}) {
+    if (const std::string* text = value_of(name)) {
+      SI_ASSIGN_OR_RETURN(*target, count(name, *text));
+    }
+  }
+  if (const std::string* text = value_of("cache-format")) {
+    SI_RETURN_IF_ERROR(by_name("cache-format", *text, options.format));
+  }
+  if (const std::string* text = value_of("memory")) {
+    SI_ASSIGN_OR_RETURN(options.memory_bytes, base::parse_bytes(*text));
+    if (options.memory_bytes == 0) return bad_value("memory", *text, "Give more than 0.");
+  }
+  if (const std::string* text = value_of("cache-in")) {
+    SI_RETURN_IF_ERROR(by_name("cache-in", *text, options.cache));
+  }
+  if (const std::string* text = value_of("attention")) {
+    SI_RETURN_IF_ERROR(by_name("attention", *text, options.attention));
+  }
+  if (const std::string* text = value_of("in-turn")) {
+    SI_RETURN_IF_ERROR(by_name("in-turn", *text, options.in_turn));
+  }
+  if (const std::string* text = value_of("write-back")) {
+    SI_ASSIGN_OR_RETURN(const uint64_t tokens, count("write-back", *text));
+    if (tokens > 1 << 20) return bad_value("write-back", *text, "Give at most 2^20.");
+    options.write_back = static_cast<uint32_t>(tokens);
+  }
+  if (const std::string* text = value_of("inputs")) {
+    options.inputs = sim::GenerationOptions::kAuto;
+    if (*text != "auto") {
+      SI_ASSIGN_OR_RETURN(options.inputs, number("inputs", *text));
+      if (options.inputs < 0 || options.inputs > 1) {
+        return bad_value("inputs", *text, "Give a share from 0 to 1, or auto.");
+      }
+    }
+  }
+  if (const std::string* text = value_of("inputs-in-memory")) {
+    if (*text != "true" && *text != "false") {
+      return bad_value("inputs-in-memory", *text, "Say true or false.");
+    }
+    options.inputs_in_memory = *text == "true";
   }
   return {};
 }
@@ -200,7 +294,7 @@ Result<sim::ModelShape> model_by(const SimFlags& flags) {
     }
   }
   sim::ModelShape model;
-  const auto named = find("model");
+  const auto named = find(find(kGenerateFlag) != end ? kGenerateFlag : "model");
   const bool shaped = find("layers") != end;
   bool changed = false;
   const std::string name = named == end ? "gpt2-4.0B" : named->second;
@@ -258,11 +352,10 @@ Result<sim::ModelShape> model_by(const SimFlags& flags) {
 void add_sim_flags(CLI::App& command, SimFlags& flags) {
   for (const Flag& flag : kFlags) {
     const std::string name = flag.name;
-    command
-        .add_option_function<std::string>(
-            "--" + name, [&flags, name](const std::string& value) { flags[name] = value; },
-            flag.help)
-        ->type_name(flag.type);
+    CLI::Option* option = command.add_option_function<std::string>(
+        "--" + name, [&flags, name](const std::string& value) { flags[name] = value; }, flag.help);
+    option->type_name(flag.type);
+    if (flag.use == Use::kGeneration) option->group("Generation in place of training");
   }
   command
       .add_option_function<std::string>(
@@ -281,6 +374,14 @@ Result<SimQuestion> apply_sim_flags(const SimFlags& flags) {
     const auto found = flags.find(name);
     return found == flags.end() ? nullptr : &found->second;
   };
+  const bool generates = value_of(kGenerateFlag) != nullptr;
+  for (const Flag& flag : kFlags) {
+    const Use other = generates ? Use::kTraining : Use::kGeneration;
+    if (flag.use != other || value_of(flag.name) == nullptr) continue;
+    return bad_value(flag.name, *value_of(flag.name),
+                     generates ? "It is for a training step, not for --generate."
+                               : "It is for generation: add --generate MODEL.");
+  }
   if (const std::string* text = value_of(kOldOverlapFlag)) {
     return Status(ErrorCode::kInvalidArgument, "--hide " + *text,
                   "The flag is now --overlap: late for forward, early for backward or both.");
@@ -288,7 +389,8 @@ Result<SimQuestion> apply_sim_flags(const SimFlags& flags) {
   SimQuestion question;
   SI_ASSIGN_OR_RETURN(question.model, model_by(flags));
   const std::string* machine = value_of("machine");
-  SI_ASSIGN_OR_RETURN(question.machine, sim::load_machine(machine ? *machine : "smartssd-a5000"));
+  const char* usual = generates ? "workstation-gen4" : "smartssd-a5000";
+  SI_ASSIGN_OR_RETURN(question.machine, sim::load_machine(machine ? *machine : usual));
   if (const std::string* gpu = value_of("gpu")) {
     sim::Gpu& old = question.machine.gpu;
     SI_ASSIGN_OR_RETURN(sim::Gpu fresh, sim::gpu_preset(*gpu));
@@ -355,6 +457,7 @@ Result<SimQuestion> apply_sim_flags(const SimFlags& flags) {
     options.slots = static_cast<uint32_t>(many);
   }
   SI_RETURN_IF_ERROR(apply_rank_flags(flags, options));
+  if (generates) SI_RETURN_IF_ERROR(apply_generation_flags(flags, question.generation));
   return question;
 }
 

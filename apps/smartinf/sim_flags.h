@@ -10,6 +10,7 @@
 #include <CLI/CLI.hpp>
 
 #include "smartinf/base/status.h"
+#include "smartinf/sim/generation.h"
 #include "smartinf/sim/step.h"
 
 namespace smartinf::apps {
@@ -18,11 +19,15 @@ namespace smartinf::apps {
 struct SimQuestion {
   sim::ModelShape model;
   sim::Machine machine;
-  sim::StepOptions options;
+  sim::StepOptions options;           // of training
+  sim::GenerationOptions generation;  // with --generate
 };
 
 /// Values by flag name without dashes: {"model", "gpt2-4.0B"}. What is not set is at its default.
 using SimFlags = std::map<std::string, std::string, std::less<>>;
+
+/// With it a question is about generation, of this model.
+inline constexpr const char* kGenerateFlag = "generate";
 
 /// Adds the flags to a command; values land in `flags` when it is parsed.
 void add_sim_flags(CLI::App& command, SimFlags& flags);

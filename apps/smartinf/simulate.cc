@@ -1,4 +1,4 @@
-// `smartinf simulate`: a training step on a virtual clock.
+// `smartinf simulate`: a step of training, or of generation, on a virtual clock.
 #include <charconv>
 #include <cstdio>
 #include <cstdlib>
@@ -70,6 +70,35 @@ ordered_json to_json(const SimQuestion& question, const sim::StepTimes& times) {
           {"events", times.events}};
 }
 
+ordered_json to_json(const SimQuestion& question, const sim::GenerationTimes& times) {
+  const sim::GenerationOptions& options = question.generation;
+  return {{"model", question.model.name},
+          {"parameters", question.model.parameters()},
+          {"machine", question.machine.name},
+          {"gpu", question.machine.gpu.name},
+          {"devices", question.machine.device_count()},
+          {"context", options.context},
+          {"sequences", options.sequences},
+          {"tokens", options.tokens},
+          {"prefix", options.prefix},
+          {"cache_format", base::enum_name(options.format)},
+          {"cache_in", times.in_memory ? "memory" : "devices"},
+          {"attention", base::enum_name(options.attention)},
+          {"in_turn", base::enum_name(options.in_turn)},
+          {"write_back", options.write_back},
+          {"inputs", times.inputs},
+          {"prefill_s", times.prefill_s},
+          {"step_s", times.step_s},
+          {"tokens_per_s", times.tokens_per_s},
+          {"bound_by", times.bound_by},
+          {"drive_read_bytes", times.traffic.read},
+          {"drive_written_bytes", times.traffic.written},
+          {"link_down_bytes", times.traffic.link_down},
+          {"link_up_bytes", times.traffic.link_up},
+          {"weights_read_bytes", times.weights_read},
+          {"events", times.events}};
+}
+
 void print_phase(const char* name, double seconds, double total_s,
                  const std::vector<sim::Utilization>& busy) {
   std::string used;
@@ -104,6 +133,23 @@ void print_times(const SimQuestion& question, const sim::StepTimes& times) {
   fmt::print("  that is one of {} ranks; to the others {} sent, {} received\n",
              question.options.ranks, base::format_bytes(times.bytes.ranks_sent),
              base::format_bytes(times.bytes.ranks_received));
+}
+
+void print_times(const SimQuestion& question, const sim::GenerationTimes& times) {
+  const sim::GenerationOptions& options = question.generation;
+  fmt::print(
+      "{}, {} prompts of {} tokens at once on {} ({}, {} x {}), keys and values in {} in {}\n",
+      question.model.name, options.sequences, options.context, question.machine.name,
+      question.machine.gpu.name == "none" ? "no GPU" : question.machine.gpu.name,
+      question.machine.device_count(), question.machine.devices.front().name,
+      base::enum_name(options.format), times.in_memory ? "memory" : "devices");
+  fmt::print("  prompts   {:>10}\n", base::format_seconds(times.prefill_s));
+  print_phase("step", times.step_s, times.step_s, times.busy);
+  fmt::print("            {:.1f} tokens/s, bound by {}\n", times.tokens_per_s, times.bound_by);
+  fmt::print("  in a step: drives {} read, {} written, {} of weights; links {} down, {} up\n",
+             base::format_bytes(times.traffic.read), base::format_bytes(times.traffic.written),
+             base::format_bytes(times.weights_read), base::format_bytes(times.traffic.link_down),
+             base::format_bytes(times.traffic.link_up));
 }
 
 /// "devices=1..10" or "method=su,su+o" into the flag and its values.
@@ -152,6 +198,18 @@ Result<std::pair<std::string, std::vector<std::string>>> parse_sweep(const std::
   return std::make_pair(name, list);
 }
 
+Result<ordered_json> row_of(const SimQuestion& question, bool generates) {
+  if (generates) {
+    SI_ASSIGN_OR_RETURN(
+        const sim::GenerationTimes times,
+        sim::simulate_generation(question.model, question.machine, question.generation));
+    return to_json(question, times);
+  }
+  SI_ASSIGN_OR_RETURN(const sim::StepTimes times,
+                      sim::simulate_step(question.model, question.machine, question.options));
+  return to_json(question, times);
+}
+
 int run_sweep(const SimulateFlags& flags) {
   const auto sweep = parse_sweep(flags.sweep);
   if (!sweep.ok()) return report(sweep.status(), kExitUsage);
@@ -161,21 +219,23 @@ int run_sweep(const SimulateFlags& flags) {
     one[sweep->first] = value;
     const auto question = apply_sim_flags(one);
     if (!question.ok()) return report(question.status(), kExitUsage);
-    const auto times = sim::simulate_step(question->model, question->machine, question->options);
-    if (!times.ok()) return report(times.status(), kExitUsage);
-    const ordered_json row = to_json(*question, *times);
-    if (!headed) {
-      fmt::print("{:>16} {:>10} {:>10} {:>10} {:>10} {:>10}  {}\n", sweep->first, "forward_s",
-                 "backward_s", "update_s", "total_s", "tokens/s", "bound by");
-      headed = true;
-    }
+    const auto row = row_of(*question, one.contains(kGenerateFlag));
+    if (!row.ok()) return report(row.status(), kExitUsage);
     if (flags.json) {
-      fmt::print("{}\n", row.dump());
-    } else {
-      fmt::print("{:>16} {:>10.3f} {:>10.3f} {:>10.3f} {:>10.3f} {:>10.1f}  {}\n", value,
-                 times->forward_s, times->backward_s, times->update_s, times->total_s,
-                 row["tokens_per_s"].get<double>(), times->bound_by);
+      fmt::print("{}\n", row->dump());
+      continue;
     }
+    std::string names = fmt::format("{:>16}", sweep->first);
+    std::string values = fmt::format("{:>16}", value);
+    for (const char* name : {"forward_s", "backward_s", "update_s", "total_s", "prefill_s",
+                             "step_s", "tokens_per_s"}) {
+      if (!row->contains(name)) continue;
+      names += fmt::format(" {:>12}", name);
+      values += fmt::format(" {:>12.3f}", (*row)[name].get<double>());
+    }
+    if (!headed) fmt::print("{}  bound by\n", names);
+    headed = true;
+    fmt::print("{}  {}\n", values, (*row)["bound_by"].get<std::string>());
   }
   return kExitDone;
 }
@@ -209,6 +269,22 @@ int run_simulate(const SimulateFlags& flags) {
     fmt::print("{}", sim::machine_to_toml(question->machine));
     return kExitDone;
   }
+  if (flags.question.contains(kGenerateFlag)) {
+    if (!flags.trace.empty()) {
+      return report(Status(ErrorCode::kInvalidArgument, "--trace is given with --generate",
+                           "It is for a training step."),
+                    kExitUsage);
+    }
+    const auto times =
+        sim::simulate_generation(question->model, question->machine, question->generation);
+    if (!times.ok()) return report(times.status(), kExitUsage);
+    if (flags.json) {
+      fmt::print("{}\n", to_json(*question, *times).dump());
+    } else {
+      print_times(*question, *times);
+    }
+    return kExitDone;
+  }
   question->options.trace = !flags.trace.empty();
   const auto times = sim::simulate_step(question->model, question->machine, question->options);
   if (!times.ok()) return report(times.status(), kExitUsage);
@@ -228,7 +304,9 @@ int run_simulate(const SimulateFlags& flags) {
 
 void add_simulate(CLI::App& app, Run& run) {
   CLI::App* command =
-      app.add_subcommand("simulate", "Predict the time of a training step on a described machine");
+      app.add_subcommand("simulate",
+                         "Predict the time of a step of training, or of generation, on a described "
+                         "machine");
   auto flags = std::make_shared<SimulateFlags>();
   add_sim_flags(*command, flags->question);
   command
@@ -250,7 +328,8 @@ void add_simulate(CLI::App& app, Run& run) {
       "  smartinf simulate --model gpt2-16.6B --devices 10 --method su+o+c\n"
       "  smartinf simulate --model gpt2-4.0B --sweep devices=1..10 --method su+o\n"
       "  smartinf simulate --model llama3-8B --machine workstation-gen5 --overlap early\n"
-      "  smartinf simulate --model gpt2-4.0B --method su+o --trace step.json");
+      "  smartinf simulate --model gpt2-4.0B --method su+o --trace step.json\n"
+      "  smartinf simulate --generate llama3-8B --context 32768 --sweep devices=1..8");
   command->callback([flags, &run] { run = [flags] { return run_simulate(*flags); }; });
 }
 

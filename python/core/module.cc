@@ -23,6 +23,7 @@
 #include "smartinf/plan/slots.h"
 #include "smartinf/storage/store.h"
 
+#include "python/core/cache.h"
 #include "python/core/checkpoint.h"
 #include "python/core/checksums.h"
 #include "python/core/errors.h"
@@ -41,6 +42,7 @@ namespace {
 
 using smartinf::engine::RanksCheckpoint;
 using smartinf::engine::StripedWeights;
+using smartinf::python::PyCache;
 using smartinf::python::PyCheckpoint;
 using smartinf::python::PyLayerWindow;
 using smartinf::python::PyRanks;
@@ -198,6 +200,30 @@ void define_spool(nb::module_& module) {
       .def("close", nb::overload_cast<nb::object>(&PySpool::close), "memory"_a = nb::none(),
            "Drops all tickets. memory: an object that holds the memory of puts and gets; it is "
            "kept for good where a device has failed and may still use it.");
+}
+
+void define_cache(nb::module_& module) {
+  nb::class_<PyCache>(
+      module, "Cache",
+      "Keys and values of sequences that are continued, in memory or on devices, which attend to "
+      "them. Addresses are of host memory that stays valid during the call.")
+      .def(nb::init<const nb::dict&, const std::vector<uint32_t>&, uint32_t, uint32_t, uint32_t,
+                    float, const std::string&, uint64_t, uint32_t>(),
+           "options"_a, "windows"_a, "heads"_a, "kv_heads"_a, "head_width"_a, "softcap"_a,
+           "format"_a, "memory_bytes"_a, "threads"_a,
+           "options['devices'], ['remote'] as for an Updater; no devices: in memory. windows: of "
+           "each layer, the last tokens that a query sees; 0: all. memory_bytes: in memory for "
+           "keys and values, else for reading and writing. threads: that fold in memory.")
+      .def("sequence_bytes", &PyCache::sequence_bytes, "tokens"_a,
+           "Bytes that a sequence with room for so many tokens takes in memory.")
+      .def("open", &PyCache::open, "id"_a, "tokens_max"_a, "A sequence with room for its tokens.")
+      .def("drop", &PyCache::drop, "id"_a, "Its room is free. Nothing where it is not open.")
+      .def("append", &PyCache::append, "layer"_a, "runs"_a, "type"_a, "keys"_a, "values"_a,
+           "runs: (sequence, first, count), tokens of keys and values, [tokens][kv_heads][width].")
+      .def("attend", &PyCache::attend, "layer"_a, "ids"_a, "queries"_a, "out"_a,
+           "One query for each sequence, scaled, over its tokens: f32 [ids][heads][width], both.")
+      .def("traffic", &PyCache::traffic, "Bytes that drives have read and written.")
+      .def("close", &PyCache::close, "Frees memory and devices, where nothing is left of it.");
 }
 
 void define_state(nb::class_<PyUpdater, PyWeightSource>& updater) {
@@ -381,6 +407,7 @@ NB_MODULE(_core, module) {
   define_weights(module);
   define_ranks(module);
   define_spool(module);
+  define_cache(module);
   nb::class_<PyUpdater, PyWeightSource> updater(
       module, "Updater",
       "Optimizer state on devices. Sizes are in elements, addresses are of host memory that stays "

@@ -17,6 +17,7 @@ The modules, in the order in which a step meets them; each says in its first lin
 - residency, absent_parameter, late_weights, early_updates: weights that a step has left behind (overlap)
 - streaming, units, layer_stream, layer_window, device_slots, layer_major: models larger than memory
 - activations, spooled_tensors: what autograd saves, on devices
+- device_cache: keys and values of generate, on devices
 - device_copies: what goes between the host and a GPU beside what computes there
 - ranks, rank_calls, sharded_parameters: several processes; FSDP2
 - lineage, state_io, checkpoint, relayout, torch_state: which state this is, and its copies
@@ -66,6 +67,7 @@ from smartinf.errors import (
 TYPE_CHECKING = False  # type checkers take it for true; typing itself need not be imported
 if TYPE_CHECKING:
     from smartinf.activations import offload_activations
+    from smartinf.device_cache import DeviceCache
     from smartinf.layer_major import forward_backward
     from smartinf.optimizers import SGD, Adagrad, Adam, AdamW, Lion
     from smartinf.streaming import from_pretrained, stream
@@ -75,12 +77,13 @@ _OTHERS = {
     "stream": "streaming",
     "forward_backward": "layer_major",
     "offload_activations": "activations",
+    "DeviceCache": "device_cache",
 }
 _OPTIMIZERS = ("AdamW", "Adam", "SGD", "Adagrad", "Lion")
 
 __all__ = [
     *_OPTIMIZERS,
-    *_OTHERS,
+    *(name for name in _OTHERS if name != "DeviceCache"),  # needs transformers, and `import *` does not
     "CorruptError",
     "DeviceError",
     "Error",
@@ -106,4 +109,4 @@ def __getattr__(name):
 
 
 def __dir__():
-    return sorted(__all__)
+    return sorted({*__all__, *_OTHERS})

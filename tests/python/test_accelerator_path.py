@@ -430,3 +430,25 @@ def test_weights_that_are_used_by_themselves_and_written_in_the_middle(tmp_path)
         found, there = trained(how)
         assert found == losses, how
         same(weights, there)
+
+
+def test_a_device_cache_has_the_bits_of_the_cpu():
+    """Without padding: attention of this device takes no mask."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, pad_token_id=0,
+    )  # fmt: skip
+
+    def run(device):
+        torch.manual_seed(5)
+        model = transformers.LlamaForCausalLM(config).to(device).eval()
+        tokens = torch.randint(1, 96, (2, 45), generator=torch.Generator().manual_seed(1)).to(device)
+        with smartinf.DeviceCache(model) as cache, torch.no_grad():
+            model.set_attn_implementation("smartinf")
+            return [
+                model(tokens[:, first:end], past_key_values=cache).logits.cpu()
+                for first, end in ((0, 40), (40, 41), (41, 45))
+            ]
+
+    same(run(ACCELERATOR), run(CPU))

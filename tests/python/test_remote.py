@@ -1,4 +1,4 @@
-"""Optimizers over devices of another machine: a server on this one (docs/remote.md)."""
+"""Optimizers and caches over devices of another machine: a server on this one (docs/remote.md)."""
 
 import os
 import pathlib
@@ -92,3 +92,28 @@ def test_mistakes_are_named(server, remote, tmp_path):
             pass
     with pytest.raises(Error, match="fast9"):
         smartinf.AdamW(model().parameters(), devices=server.url("fast9"), remote=remote, resume=True)
+
+
+def test_keys_and_values(server, remote, device):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(3)
+    made = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, eos_token_id=None, pad_token_id=0,
+        )
+    ).eval()  # fmt: skip
+
+    def text(*devices):
+        with smartinf.DeviceCache(made, devices, remote=remote, max_length=128) as cache:
+            made.set_attn_implementation("smartinf")
+            prompts = torch.arange(1, 81).view(2, 40)
+            more = {"max_new_tokens": 40, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+            out = made.generate(prompts, past_key_values=cache, attention_mask=torch.ones_like(prompts), **more)
+            return [out.sequences, *out.logits]
+
+    wanted = text()
+    assert equal(text(server.url("fast2")), wanted)
+    assert equal(text(server.url("fast2"), device), wanted)
+    left = [file.name for file in (server.folder / "fast2").iterdir()]
+    assert not [name for name in left if name not in ("smartinf.tuning", "smartinf.lock")], left

@@ -467,6 +467,24 @@ class Bench(unittest.TestCase):
             # One after another or both ways at once: the schedules differ on the virtual clock, too.
             self.assertGreater(row["naive_simulated_s"], 1.3 * row["overlapped_simulated_s"], row)
 
+    def test_attention_from_drives_stands_beside_the_same_reads(self):
+        with tempfile.TemporaryDirectory() as folder:
+            words = ["--tokens", "1024", "--sequences", "3", "--kv-heads", "2", "--heads", "4", "--repeat", "1"]
+            devices = ["--device", folder + "/a", "--device", folder + "/b"]
+            for name in ("a", "b"):
+                os.mkdir(f"{folder}/{name}")
+            row = self.row("attend", *devices, *words, "--format", "q8")
+            self.assertEqual(row["devices"], 2)
+            self.assertEqual(row["bytes"], 3 * 32 * 20480)
+            self.assertGreater(row["share_of_read"], 0)
+            self.assertEqual([path for path in pathlib.Path(folder).rglob("smartinf.*") if path.suffix != ".tuning"], [])
+            self.assertIn("of the same reads alone", run("bench", "attend", *devices[:2], *words).stdout)
+            for wrong, says in ((["--tokens", "33"], "multiple of 32"), (["--tokens", "32", "--sequences", "1"], "Give more --tokens"),
+                                (["--device", "grpc://nas:7443/fast0"], "smartinf bench attend there")):
+                done = run("bench", "attend", *devices, *wrong)
+                self.assertEqual(done.returncode, 1, done)
+                self.assertIn(says, done.stderr)
+
     def test_a_step_has_devices_of_one_kind(self):
         self.assertIn("scale.py", run("bench", "scale", "--devices", "1").stderr)
         self.assertIn("traffic.py", run("bench", "traffic").stderr)

@@ -16,6 +16,7 @@ os.environ["SMARTINF"] = sys.argv.pop(1)
 sys.path[:0] = [str(ROOT / "bench/paper"), str(ROOT / "bench")]
 import closed_form  # noqa: E402  pylint: disable=wrong-import-position
 import figures  # noqa: E402  pylint: disable=wrong-import-position
+import generation  # noqa: E402  pylint: disable=wrong-import-position
 import rows  # noqa: E402  pylint: disable=wrong-import-position
 from runs import text_of  # noqa: E402  pylint: disable=wrong-import-position
 
@@ -52,6 +53,29 @@ class PaperRows(unittest.TestCase):
         self.assertEqual(len(shares), 9)
         for row in shares:
             self.assertAlmostEqual(row["value"], row["paper"], delta=0.6 if row["series"] == "forward" else 3, msg=row)
+
+
+class Generation(unittest.TestCase):
+    """Some rows of bench/paper/generation.py; docs/simulator.md has the table of all."""
+
+    def test_the_share_of_inputs_and_its_gain_are_the_formulas(self):
+        with tempfile.TemporaryDirectory() as folder:
+            for devices, alpha, gain in ((16, 0.5, 4 / 3), (8, 0.8, 5 / 3)):
+                share, faster = generation.Simulator(folder).alpha(devices)
+                self.assertAlmostEqual(share, alpha, delta=1e-9)
+                self.assertAlmostEqual(faster / gain, 1, delta=0.01)
+
+    def test_ratios_are_within_a_few_percent(self):
+        with tempfile.TemporaryDirectory() as folder:
+            simulator = generation.Simulator(folder)
+            both = (*generation.WRITE_BACK, "--inputs", generation.INPUT_SHARE)
+            self.assertAlmostEqual(simulator.requests("175B", 8192, 350, 16, both) / 4.08e6, 1, delta=0.10)
+            first = generation.bounds(simulator.ratios(generation.FIRST, generation.FETCHING, devices=16, kind="first",
+                                                       models=("30B", "175B"), contexts=generation.FIRST_CONTEXTS))
+            self.assertAlmostEqual(first[1] / 2.67, 1, delta=0.05)
+            late, = simulator.ratios(generation.WRITE_BACK, generation.ANS, models=("30B",), contexts=(8192,))
+            self.assertAlmostEqual(late / 1.32, 1, delta=0.05)
+        generation.file_of.cache_clear()
 
 
 class Figures(unittest.TestCase):

@@ -24,10 +24,9 @@ using plan::DecodeWork;
 
 constexpr uint64_t kPiecesMax = 8;     // that reads and folds of a half and layer are cut into
 constexpr uint64_t kRowsOfAPass = 16;  // of kernels/row_product over the weights
-// On cores the time of a byte's fold grows with the queries that share it, as from this many on
-// (docs/results/attention.md); device.fold_bytes_per_s is of 4 queries and bf16.
-constexpr double kFoldQueriesLeast = 3.3;
-constexpr double kFoldQueriesMeasured = 4;
+// On cores the time of a byte's fold grows with the queries that share it from so many on; until
+// then memory is the limit (docs/results/attention.md). device.fold_bytes_per_s is of 4 in bf16.
+constexpr double kFoldQueriesFree = 5;
 
 double per_byte(double bytes_per_s) { return 1 / bytes_per_s; }
 
@@ -228,9 +227,8 @@ class GenerationGraph {
               static_cast<double>(kernels::cache_block_bytes(bf16));
     }
     if (device(g).on_host_cores) {
-      rate *= (kFoldQueriesLeast + kFoldQueriesMeasured) /
-              (kFoldQueriesLeast +
-               static_cast<double>(model_.heads) / static_cast<double>(model_.kv_heads));
+      rate *= std::min(1.0, kFoldQueriesFree * static_cast<double>(model_.kv_heads) /
+                                static_cast<double>(model_.heads));
     }
     const bool all_cores = groups_[g].processor == host_;
     return {{groups_[g].processor, per_byte(all_cores ? rate : together(g, rate))}};

@@ -252,6 +252,9 @@ base::Result<sim::DeviceGroup> measure_device(const std::string& path, const Cor
   // Both moved at once; each alone gets the whole budget.
   device.read_bytes_per_s = rounded(2 * tuning.read_bytes_per_second);
   device.write_bytes_per_s = rounded(2 * tuning.write_bytes_per_second);
+  if (tuning.reads_alone_bytes_per_second < 2 * tuning.read_bytes_per_second) {
+    device.reads_only_bytes_per_s = rounded(tuning.reads_alone_bytes_per_second);
+  }
   SI_ASSIGN_OR_RETURN(const double cores_bytes, measure_drive_cores(path, rates.cores));
   device.cores_bytes_per_s = rounded(cores_bytes);
   device.sync_bytes_per_s = rounded(tuning.sync_bytes_per_second);
@@ -326,6 +329,7 @@ void print_json(const CalibrateFlags& flags, const sim::Machine& machine, const 
   for (size_t d = 0; d < machine.devices.size(); ++d) {
     all[fmt::format("device{}_read_bytes_per_s", d)] = machine.devices[d].read_bytes_per_s;
     all[fmt::format("device{}_write_bytes_per_s", d)] = machine.devices[d].write_bytes_per_s;
+    all[fmt::format("device{}_reads_only_bytes_per_s", d)] = machine.devices[d].reads_only();
     all[fmt::format("device{}_cores_bytes_per_s", d)] = machine.devices[d].cores_bytes_per_s;
     all[fmt::format("device{}_sync_bytes_per_s", d)] = machine.devices[d].sync_bytes_per_s;
   }
@@ -356,6 +360,7 @@ void print_rates(const sim::Machine& machine, const CoreRates& rates) {
     fmt::print("drive   {} read with {} written, at once: {}\n",
                base::format_rate(device.read_bytes_per_s / 2),
                base::format_rate(device.write_bytes_per_s / 2), device.name);
+    fmt::print("        {} read alone\n", base::format_rate(device.reads_only()));
     if (device.cores_bytes_per_s > 0) {
       fmt::print("cores   {} to and from this drive would take all of their time\n",
                  base::format_rate(device.cores_bytes_per_s));

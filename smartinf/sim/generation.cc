@@ -156,7 +156,7 @@ double prefill_seconds(const ModelShape& model, const Machine& machine,
         std::min(group.link_bytes_per_s,
                  group.remote ? machine.network.bytes_per_s : machine.host.link_bytes_per_s);
     const double links = group.remote ? link : link * group.count;
-    read_per_s += std::min(group.count * group.read_bytes_per_s, links);
+    read_per_s += std::min(group.count * group.reads_only(), links);
     write_per_s +=
         std::min(group.count * group.write_bytes_per_s / group.write_amplification, links);
   }

@@ -24,6 +24,9 @@ using plan::DecodeWork;
 
 constexpr uint64_t kPiecesMax = 8;     // that reads and folds of a half and layer are cut into
 constexpr uint64_t kRowsOfAPass = 16;  // of kernels/row_product over the weights
+// Norms, rotations, activations, roundings and the choice of tokens beside the products of a step
+// on cores, as a profile has them (docs/results/generate.md).
+constexpr double kBesideProducts = 1.25;
 // On cores the time of a byte's fold grows with the queries that share it from so many on; until
 // then memory is the limit (docs/results/attention.md). device.fold_bytes_per_s is of 4 in bf16.
 constexpr double kFoldQueriesFree = 5;
@@ -36,7 +39,7 @@ double fold_rate(const DeviceGroup& group) {
   if (group.fold_bytes_per_s > 0) return group.fold_bytes_per_s;
   // An update reads as much and writes as well, so a fold is not slower; kernels keep up with
   // reads.
-  if (group.kernel.clock_hz > 0) return group.read_bytes_per_s;
+  if (group.kernel.clock_hz > 0) return group.reads_only();
   return group.update_bytes_per_s;
 }
 
@@ -204,7 +207,7 @@ class GenerationGraph {
   std::vector<Use> reading(uint32_t g) const {
     const DeviceGroup& from = device(g);
     std::vector<Use> uses{
-        {groups_[g].drive, per_byte(together(g, from.read_bytes_per_s)), Direction::kRead}};
+        {groups_[g].drive, per_byte(together(g, from.reads_only())), Direction::kRead}};
     if (from.on_host_cores && !gpu_ && from.cores_bytes_per_s > 0) {
       uses.push_back({host_, per_byte(from.cores_bytes_per_s)});
     }
@@ -256,10 +259,10 @@ class GenerationGraph {
     const Host& host = machine_.host;
     const bool rows = !gpu_ && host.decode_flops > 0 && host.decode_bytes_per_s > 0;
     const double passes = gpu_ ? 1 : std::ceil(count / static_cast<double>(kRowsOfAPass));
-    return std::max(2 * parameters * count /
-                        (rows ? host.decode_flops : gpu.peak_flops * gpu.product_efficiency),
-                    passes * touched * value_bytes() /
-                        (rows ? host.decode_bytes_per_s : gpu.memory_bytes_per_s));
+    const double flops =
+        rows ? host.decode_flops / kBesideProducts : gpu.peak_flops * gpu.product_efficiency;
+    const double bytes_per_s = rows ? host.decode_bytes_per_s : gpu.memory_bytes_per_s;
+    return std::max(2 * parameters * count / flops, passes * touched * value_bytes() / bytes_per_s);
   }
   double qkv_parameters() const {
     return hidden() * static_cast<double>((model_.heads + 2 * model_.kv_heads) * model_.head_size);
@@ -305,9 +308,9 @@ class GenerationGraph {
 
   void add_weights(const DecodeTask& task) {
     double rates = 0;
-    for (uint32_t g = 0; g < groups_.size(); ++g) rates += together(g, device(g).read_bytes_per_s);
+    for (uint32_t g = 0; g < groups_.size(); ++g) rates += together(g, device(g).reads_only());
     const double bytes = static_cast<double>(model_.layer_parameters(task.layer)) * value_bytes() *
-                         together(task.device, device(task.device).read_bytes_per_s) / rates;
+                         together(task.device, device(task.device).reads_only()) / rates;
     std::vector<Use> uses = reading(task.device);
     use_link_up(task.device, uses);
     if (options_.takes_turns()) uses.push_back({copy_, per_byte(machine_.host.copy_bytes_per_s)});
@@ -561,7 +564,7 @@ Result<std::vector<GroupLoad>> group_loads(const CachePieces& pieces, const Mach
   std::vector<plan::DeviceCapacity> capacities;
   for (const DeviceGroup* device : machine.each_device()) {
     plan::DeviceCapacity capacity;
-    capacity.bandwidth = device->read_bytes_per_s;
+    capacity.bandwidth = device->reads_only();
     if (device->capacity_bytes > 0) capacity.elements_max = device->capacity_bytes / pieces.bytes;
     capacities.push_back(capacity);
   }

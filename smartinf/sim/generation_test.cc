@@ -59,6 +59,14 @@ TEST(Generation, WithOnlyDrivesLeftAStepIsTheirTime) {
   }
 }
 
+TEST(Generation, ReadsAloneMayBeSlowerThanBothWaysTogether) {
+  const ModelShape model = generation_model("llama3-8B");
+  Machine machine = drives_only(2);
+  const double whole_s = simulate_generation(model, machine, asked(8192, 16))->step_s;
+  machine.devices.front().reads_only_bytes_per_s = 1.5e9;
+  EXPECT_NEAR(simulate_generation(model, machine, asked(8192, 16))->step_s / whole_s, 2, 0.01);
+}
+
 TEST(Generation, HalvesHideTheHostsTimeBehindTheDrives) {
   const ModelShape model = generation_model("llama3-8B");
   Machine machine = drives_only(4);

@@ -88,6 +88,8 @@ std::vector<NamedField> fields_of(DeviceGroup& device) {
       {"name", &device.name},
       {"count", positive(device.count)},
       {"read_bytes_per_s", positive(device.read_bytes_per_s), "alone, for long"},
+      {"reads_only_bytes_per_s", not_negative(device.reads_only_bytes_per_s),
+       "of generation, where reads alone are slower than both ways together; 0: they are not"},
       {"write_bytes_per_s", positive(device.write_bytes_per_s),
        "alone, for long, after the drive's cache"},
       {"mixed_efficiency", share(device.mixed_efficiency),

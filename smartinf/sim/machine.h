@@ -47,6 +47,7 @@ struct DeviceGroup {
   std::string name;
   uint32_t count = 1;
   double read_bytes_per_s = 0;   // alone, steady state
+  double reads_only_bytes_per_s = 0;  // where reads have a limit below that; 0: they have not
   double write_bytes_per_s = 0;  // alone, steady state, after the drive's cache
   double mixed_efficiency = 1;   // share of the rate while it reads and writes at once
   double write_amplification = 1;
@@ -84,6 +85,10 @@ struct DeviceGroup {
   double price = 0;
 
   bool updates() const { return update_bytes_per_s > 0 || kernel.clock_hz > 0; }
+  /// Of reads with no writes beside them.
+  double reads_only() const {
+    return reads_only_bytes_per_s > 0 ? reads_only_bytes_per_s : read_bytes_per_s;
+  }
   bool decompresses() const { return decompress_bytes_per_s > 0 || kernel.clock_hz > 0; }
 };
 

@@ -84,9 +84,10 @@ class Mover {
     return count == 1 ? transfer.status : Status(ErrorCode::kTimeout, "the drive does not answer");
   }
 
-  Result<Rates> run(uint64_t io_bytes, uint32_t depth, double seconds) {
+  /// reads_alone: nothing is written meanwhile.
+  Result<Rates> run(uint64_t io_bytes, uint32_t depth, double seconds, bool reads_alone = false) {
     const uint64_t half = file_bytes_ / 2;
-    const std::span<Transfer> transfers = transfers_.first(size_t{2} * depth);
+    const std::span<Transfer> transfers = transfers_.first(reads_alone ? depth : size_t{2} * depth);
     std::array<uint64_t, 2> at{};
     std::array<uint64_t, 2> moved{};
     const auto next = [&](Transfer& transfer, size_t index) {
@@ -168,6 +169,9 @@ Status try_sync(Mover& mover, const MeasureOptions& options, IoTuning& best) {
     one = base::seconds_since(start_ns) / static_cast<double>(rates.written_bytes);
   }
   std::sort(seconds_per_byte.begin(), seconds_per_byte.end());
+  SI_ASSIGN_OR_RETURN(const Rates alone, mover.run(best.io_bytes, best.io_depth,
+                                                   4 * options.seconds, /*reads_alone=*/true));
+  best.reads_alone_bytes_per_second = alone.read;
   const double median = seconds_per_byte[kTimes / 2];
   if (median * best.write_bytes_per_second > kSeen) best.sync_bytes_per_second = 1 / median;
   return Status();

@@ -19,6 +19,8 @@ struct IoTuning {
   /// Rate of the sync (MeasureOptions::sync): what was written, over the time of the sync behind
   /// it; 0: that took no time, or was not measured.
   double sync_bytes_per_second = 0;
+  /// Rate of reads with nothing beside them (MeasureOptions::sync); 0: not measured.
+  double reads_alone_bytes_per_second = 0;
 };
 
 struct MeasureOptions {
@@ -27,7 +29,7 @@ struct MeasureOptions {
   double seconds = 0.25;                      // per combination of size and depth
   /// For what is in flight; combinations that need more are not tried. At least 8 MiB are used.
   uint64_t memory_bytes = uint64_t{256} << 20;
-  bool sync = false;  // measure sync_bytes_per_second as well: some seconds more
+  bool sync = false;  // measure the last two rates as well: some seconds more
 };
 
 /// Finds transfer size and depth by a short run (some seconds) with reads and writes overlapped, on

@@ -75,10 +75,12 @@ TEST(Tuning, IsRememberedAndDistrusted) {
   EXPECT_GT(measured->read_bytes_per_second, 0);
   EXPECT_GT(measured->write_bytes_per_second, 0);
   EXPECT_EQ(measured->sync_bytes_per_second, 0) << "not asked for";
+  EXPECT_EQ(measured->reads_alone_bytes_per_second, 0);
   quick.sync = true;
   const auto synced = measure_io(path, quick);
   ASSERT_TRUE(synced.ok()) << synced.status().to_string();
   // No time worth saying, or at least a fiftieth of what the writes take.
+  EXPECT_GT(synced->reads_alone_bytes_per_second, 1e6);
   const double rate = synced->sync_bytes_per_second;
   EXPECT_TRUE(rate == 0 || (rate > 1e6 && rate < 51 * synced->write_bytes_per_second)) << rate;
   quick.sync = false;

@@ -7,6 +7,7 @@ import json
 import os
 import pathlib
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -158,11 +159,23 @@ class GenerateBatch(StreamCase):
                 for byte in os.pread(file.fileno(), 1, 128 * 1024 + 100):
                     os.pwrite(file.fileno(), bytes([byte ^ 1]), 128 * 1024 + 100)
         told = self.run_batch(model, prompts, *one[:2], code=1)
-        self.assertRegex(told, "--cache is .*kv1 and was .*kv1, .*kv2")
         self.assertIn("--cache-format is f32 and was q8", told)
+        killed = (journal.read_bytes(), (self.folder / "answers.jsonl").read_bytes())
+        shutil.copytree(self.folder / "kv1", self.folder / "saved")
         told = self.run_batch(model, prompts, *two)
         self.assertRegex(told, r"goes on behind \d+, and inside \d+ more")
+        self.assertNotIn("the job was begun with", told)
         self.assertEqual(self.answers(), whole)
+        # One of the two is gone, and then both.
+        for words in (one, ("--cache-format", "q8")):
+            journal.write_bytes(killed[0])
+            (self.folder / "answers.jsonl").write_bytes(killed[1])
+            if words is one:
+                shutil.copytree(self.folder / "saved", self.folder / "kv1", dirs_exist_ok=True)
+            told = self.run_batch(model, prompts, *words)
+            self.assertRegex(told, r"goes on behind \d+, and inside \d+ more")
+            self.assertRegex(told, "keys and values: in .*; the job was begun with .*kv1, .*kv2")
+            self.assertEqual(self.answers(), whole)
         self.assertEqual({path.name for path in self.folder.glob("kv*/*")}, {"smartinf.tuning"})
         self.run_batch(model, prompts, *one, "--fresh")
         self.assertEqual(self.answers(), whole)

@@ -204,7 +204,7 @@ class Batch {
     sources_ = engine::sources_at(flags_.cache, storage::RingKind::kAuto, flags_.remote);
     SI_RETURN_IF_ERROR(load(longest));
     SI_ASSIGN_OR_RETURN(const train::JobIdentity identity, identity_of());
-    SI_RETURN_IF_ERROR(files_->start(identity, prompts_->file->lines(), places()));
+    SI_RETURN_IF_ERROR(files_->start(identity, prompts_->file->lines(), notes()));
     describe();
     Result<std::unique_ptr<train::SequenceDecoder>> decoder = open_decoder();
     if (!decoder.ok()) {
@@ -270,11 +270,9 @@ class Batch {
     return shape;
   }
 
-  /// Devices and their number for this job, the same at every start.
-  train::JobIdentity places() const {
-    if (sources_.empty()) return {};
-    return {{"--cache", device_names()},
-            {kJobName, files_->found(kJobName).value_or(storage::make_run_id().to_string())}};
+  /// Devices of this start, and the number by which devices know the job's keys and values.
+  train::JobIdentity notes() const {
+    return {{kCache, device_names()}, {kJobName, storage::make_run_id().to_string()}};
   }
 
   std::string device_names() const {
@@ -306,7 +304,8 @@ class Batch {
   Result<std::unique_ptr<engine::KeyValueStore>> open_devices(const engine::KeyValueShape& shape) {
     engine::DeviceStoreOptions options;
     options.shape = shape;
-    const std::string number = *files_->found(kJobName);
+    // None: of a job that an older version began in memory.
+    const std::string number = files_->found(kJobName).value_or("");
     options.job = std::bit_cast<std::array<uint8_t, 16>>(
         std::array{base::checksum(std::as_bytes(std::span(number))),
                    base::checksum(std::as_bytes(std::span(number)), 1)});
@@ -375,10 +374,17 @@ class Batch {
       screen_.note(fmt::format("answers: goes on behind {}, and inside {} more", files_->answers(),
                                files_->begun()));
     }
+    if (const std::string begun = files_->found(kCache).value_or(""); begun != device_names()) {
+      const auto named = [](const std::string& names) { return names.empty() ? "memory" : names; };
+      screen_.note(fmt::format(
+          "keys and values: in {}; the job was begun with {}: what is not there is computed again",
+          named(device_names()), named(begun)));
+    }
   }
 
   /// In the journal's header: random, by which devices know the job's keys and values.
   static constexpr const char* kJobName = "the number of its keys and values";
+  static constexpr const char* kCache = "--cache";
   static constexpr uint64_t kDeviceBlocksMin = 16;  // of memory
 
   const GenerateFlags& flags_;

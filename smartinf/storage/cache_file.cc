@@ -93,10 +93,11 @@ Status mismatch(const CacheIdentity& found, const CacheIdentity& wanted, const s
       base::ErrorPlace{path, {}, {}, 0});
 }
 
-bool same(const CacheIdentity& a, const CacheIdentity& b) {
-  return a.job == b.job && a.device_index == b.device_index && a.device_count == b.device_count &&
-         a.layers == b.layers && a.block_bytes == b.block_bytes &&
-         a.block_tokens == b.block_tokens && a.text == b.text;
+/// The same job's, of other devices than it has now.
+bool of_other_devices(CacheIdentity found, const CacheIdentity& wanted) {
+  found.device_index = wanted.device_index;
+  found.device_count = wanted.device_count;
+  return found == wanted;
 }
 
 }  // namespace
@@ -173,9 +174,9 @@ Status CacheFile::load() {
                                 headers[i]->version, kCacheFormatVersion),
                     "Use a newer smartinf, or start afresh.", base::ErrorPlace{path(), {}, {}, 0});
     }
-    if (headers[i] && !same(headers[i]->identity, identity_)) {
-      return mismatch(headers[i]->identity, identity_, path());
-    }
+    if (!headers[i] || headers[i]->identity == identity_) continue;
+    if (of_other_devices(headers[i]->identity, identity_)) return forget_all();
+    return mismatch(headers[i]->identity, identity_, path());
   }
   if (!something) return Status();
   std::ranges::sort(
@@ -195,6 +196,15 @@ Status CacheFile::load() {
                 "Start afresh: everything in it is computed again. Look at the drive's health "
                 "(smartctl -a).",
                 base::ErrorPlace{path(), {}, {}, 0});
+}
+
+Status CacheFile::forget_all() {
+  const auto zeros = memory_.bytes().first(kCacheHeaderBytes);
+  std::ranges::fill(zeros, std::byte{0});
+  for (uint64_t i = 0; i < 2; ++i) {
+    SI_RETURN_IF_ERROR(run(IoOp::kWriteDurable, i * kCacheHeaderStride, zeros));
+  }
+  return Status();
 }
 
 Status CacheFile::read_table(const CacheHeader& header) {

@@ -43,6 +43,8 @@ struct CacheIdentity {
   uint64_t block_bytes = 0;  // a multiple of kIoAlignment
   uint32_t block_tokens = 0;
   std::string text;  // what else its blocks depend on: weights, tokenizer, shape, block format
+
+  friend bool operator==(const CacheIdentity&, const CacheIdentity&) = default;
 };
 
 /// A sequence's blocks in one layer.
@@ -67,10 +69,10 @@ struct CacheHeader;  // of the file
 /// Threads: one at a time, but for checksum(), place_offset() and damaged(), which are pure.
 class CacheFile {
  public:
-  /// Takes up what was saved there by the same job, or begins an empty file. bytes_max: that it may
-  /// grow to. traffic: where metadata is counted. Errors: kMismatch, another job's, with what
-  /// differs; kCorrupt, there was something saved of which no header and table are whole: erase()
-  /// helps; kIo.
+  /// Takes up what was saved there by the same job, or begins an empty file, as where the job had
+  /// other devices. bytes_max: that it may grow to. traffic: where metadata is counted. Errors:
+  /// kMismatch, another job's, with what differs; kCorrupt, there was something saved of which no
+  /// header and table are whole: erase() helps; kIo.
   static base::Result<std::unique_ptr<CacheFile>> open(CachePlace place, CacheIdentity identity,
                                                        uint64_t bytes_max,
                                                        std::chrono::nanoseconds watchdog,
@@ -114,6 +116,7 @@ class CacheFile {
   CacheFile(CachePlace place, CacheIdentity identity, uint64_t bytes_max,
             std::chrono::nanoseconds watchdog, base::TrafficCounter& traffic);
   base::Status load();
+  base::Status forget_all();
   base::Status read_table(const CacheHeader& header);
   base::Status run(IoOp op, uint64_t offset_bytes, std::span<std::byte> bytes);
   base::Result<Extent> reserve(uint64_t bytes);

@@ -148,6 +148,28 @@ TEST_F(CacheFileTest, AnotherJobsIsRefusedAndNamed) {
   EXPECT_TRUE(open(other).ok());
 }
 
+TEST_F(CacheFileTest, WhatTheJobHadOnOtherDevicesIsForgotten) {
+  ASSERT_TRUE(file_->add(5, 100).ok());
+  append_to_all(5);
+  for (int i = 0; i < 2; ++i) ASSERT_TRUE(file_->save().ok());
+  CacheIdentity other = identity();
+  other.device_count = 2;
+  file_.reset();
+  auto file = open(other);
+  ASSERT_TRUE(file.ok()) << file.status().to_string();
+  EXPECT_TRUE((*file)->sequences().empty());
+  ASSERT_TRUE((*file)->add(6, 32).ok());
+  ASSERT_TRUE((*file)->save().ok());
+  file->reset();
+  file = open(other);
+  ASSERT_TRUE(file.ok()) << file.status().to_string();
+  EXPECT_NE((*file)->find(6), nullptr);
+  EXPECT_EQ((*file)->find(5), nullptr);
+  other.job.bytes[0] ^= 1;
+  file->reset();
+  EXPECT_EQ(open(other).status().code(), ErrorCode::kMismatch) << "another job's";
+}
+
 TEST_F(CacheFileTest, RoomIsUsedAgainAndAFullFileSaysWhatIsMissing) {
   // 2 layers of 32 blocks and 2: 272 KiB of 384.
   ASSERT_TRUE(file_->add(1, 1024).ok());

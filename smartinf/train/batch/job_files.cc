@@ -174,22 +174,24 @@ Status JobFiles::look_at_what_is_there() {
   return Status();
 }
 
-Status JobFiles::start(const JobIdentity& identity, uint64_t lines, const JobIdentity& places) {
+Status JobFiles::start(const JobIdentity& identity, uint64_t lines, const JobIdentity& notes) {
   SI_CHECK(lines < std::numeric_limits<uint32_t>::max(), "a line's number has 32 bits");
-  JobIdentity all = identity;
-  all.insert(all.end(), places.begin(), places.end());
-  const std::string header = header_of(all);
-  if (header.size() > kHeaderBytesMax) {
+  if (fresh_) {
+    JobIdentity all = identity;
+    all.insert(all.end(), notes.begin(), notes.end());
+    found_ = header_of(all);
+  } else {
+    SI_RETURN_IF_ERROR(check_same(identity, notes));
+  }
+  if (found_.size() > kHeaderBytesMax) {
     return Status(ErrorCode::kInvalidArgument, "the names of the job's places are too long");
   }
-  if (!fresh_ && found_ != header) return refuse_other(all);
-  found_ = header;
   job_ = sum_of(header_of(identity));
   answered_.assign(lines, false);
-  journal_bytes_ = header.size();
+  journal_bytes_ = found_.size();
   SI_ASSIGN_OR_RETURN(answers_file_, base::open_regular_file(answers_path_, O_RDWR | O_CREAT,
                                                              "cannot open the answers"));
-  return fresh_ ? begin(header) : go_on();
+  return fresh_ ? begin(found_) : go_on();
 }
 
 std::optional<std::string> JobFiles::found(const std::string& name) const {
@@ -215,7 +217,7 @@ Status JobFiles::begin(const std::string& header) {
   return sync_folder_of(answers_path_);
 }
 
-Status JobFiles::refuse_other(const JobIdentity& wanted) const {
+Status JobFiles::check_same(const JobIdentity& wanted, const JobIdentity& notes) const {
   const nlohmann::json found = base::parse_json(text_of_header(found_));
   std::string differ;
   const auto add = [&](const std::string& name, const std::string& now, const std::string& was) {
@@ -226,10 +228,12 @@ Status JobFiles::refuse_other(const JobIdentity& wanted) const {
     if (was != value) add(name, value, was);
   }
   for (const auto& [name, value] : found.items()) {
+    const auto is_it = [&](const auto& one) { return one.first == name; };
     const bool known =
-        std::ranges::any_of(wanted, [&](const auto& one) { return one.first == name; });
+        std::ranges::any_of(wanted, is_it) || std::ranges::any_of(notes, is_it);
     if (!known) add(name, "not known", value.dump());
   }
+  if (differ.empty()) return Status();
   return Status(ErrorCode::kMismatch, "the journal is of another job: " + differ,
                 "Give what it was begun with to go on, choose another --out, or give --fresh to "
                 "start over, which deletes its answers",

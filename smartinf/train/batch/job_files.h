@@ -30,9 +30,10 @@ class JobFiles {
   static base::Result<std::unique_ptr<JobFiles>> lock(const std::string& answers, bool fresh);
   /// First of all: begins a job of so many lines, or finds what an earlier start of the same one
   /// has left. Errors: kMismatch with what differs; kNoSpace, kIo.
-  /// places: what a job goes on only with, though its answers do not depend on it.
-  base::Status start(const JobIdentity& identity, uint64_t lines, const JobIdentity& places = {});
-  /// A value of the job, before start() of the one that was found; nothing where it has none.
+  /// notes: kept with a job that is begun; another start may have others.
+  base::Status start(const JobIdentity& identity, uint64_t lines, const JobIdentity& notes = {});
+  /// A value or a note of the job, before start() of the one that was found; nothing where it has
+  /// none.
   std::optional<std::string> found(const std::string& name) const;
   /// After start(), where nothing was made since: a job that it has begun is not there any more.
   void forget();
@@ -73,7 +74,7 @@ class JobFiles {
   base::Status take_lock();
   base::Status look_at_what_is_there();
   base::Status begin(const std::string& header);
-  base::Status refuse_other(const JobIdentity& wanted) const;
+  base::Status check_same(const JobIdentity& wanted, const JobIdentity& notes) const;
   base::Status go_on();
   void take_record(uint32_t kind, std::string_view payload, const base::DataFile& answers);
   bool answer_is_there(std::span<const uint64_t> record, const base::DataFile& answers) const;

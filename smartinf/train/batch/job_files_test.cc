@@ -22,7 +22,7 @@ class JobFilesTest : public ::testing::Test {
   base::Result<std::unique_ptr<JobFiles>> try_open() {
     auto files = JobFiles::lock(answers_, fresh_);
     if (!files.ok()) return files;
-    const base::Status started = (*files)->start(identity_, 4, places_);
+    const base::Status started = (*files)->start(identity_, 4, notes_);
     if (!started.ok()) return started;
     return files;
   }
@@ -46,7 +46,7 @@ class JobFilesTest : public ::testing::Test {
   base::Scratch scratch_;
   std::string answers_ = scratch_ / "answers";
   JobIdentity identity_{{"weights", "1"}, {"--seed", "2"}};
-  JobIdentity places_;
+  JobIdentity notes_;
   bool fresh_ = false;
   std::string journal_ = scratch_ / "answers.journal";
 };
@@ -72,10 +72,10 @@ TEST_F(JobFilesTest, TokensAndAnswersAreThereAgain) {
   EXPECT_FALSE(fs::exists(journal_));
 }
 
-TEST_F(JobFilesTest, PlacesAreComparedAndTheJobsNumberDoesNotFollowFromThem) {
+TEST_F(JobFilesTest, NotesAreKeptAndTheJobGoesOnWithOthers) {
   const uint64_t job = open()->job();
   fresh_ = true;
-  places_ = {{"--cache", "/a"}};
+  notes_ = {{"--cache", "/a"}};
   {
     auto files = open();
     EXPECT_EQ(files->job(), job);
@@ -88,12 +88,15 @@ TEST_F(JobFilesTest, PlacesAreComparedAndTheJobsNumberDoesNotFollowFromThem) {
     auto files = JobFiles::lock(answers_, fresh_);
     ASSERT_TRUE(files.ok());
     EXPECT_EQ((*files)->found("--cache"), "/a");
-    places_.front().second = "/b";
-    EXPECT_THAT((*files)->start(identity_, 4, places_).what(),
-                HasSubstr("--cache is /b and was /a"));
+    notes_.front().second = "/b";
+    ASSERT_TRUE((*files)->start(identity_, 4, notes_).ok());
+    EXPECT_EQ((*files)->found("--cache"), "/a");
+    EXPECT_EQ((*files)->job(), job);
     (*files)->forget();  // what this start has not begun stays
   }
-  places_.front().second = "/a";
+  notes_.clear();
+  EXPECT_THAT(try_open().status().what(), HasSubstr("--cache is not known and was"));
+  notes_ = {{"--cache", ""}, {"another", "note"}};
   auto files = open();
   EXPECT_THAT(files->take_tokens(1), ElementsAre(10));
   files.reset();

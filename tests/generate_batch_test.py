@@ -204,6 +204,69 @@ class GenerateBatch(StreamCase):
             self.assertEqual([len(row["tokens"]) for row in self.by_id().values()], [7] * 5)
             (self.folder / "answers.jsonl").unlink()
 
+    def state_command(self, *words, code=0):
+        done = subprocess.run([SMARTINF, *map(str, words)], capture_output=True, text=True, timeout=60, check=False)
+        self.assertEqual(done.returncode, code, done.stdout + done.stderr)
+        return done.stdout
+
+    def test_prompts_that_begin_alike_are_answered_as_alone(self):
+        model, draw = self.make_model(), random.Random(3)
+        document = [draw.randrange(300) for _ in range(600)]
+        rows = [{"id": i, "tokens": [*document, i, 7, *range(10 * i)], "max_tokens": 40, "temperature": i % 2, "seed": 5}
+                for i in range(6)]
+        prompts = self.prompts([rows[0], {"id": "other", "tokens": [1, 2], "max_tokens": 30}, *rows[1:]])
+        told = self.run_batch(model, prompts, "--keep")
+        shared = 5 * 512  # two parts
+        self.assertRegex(told, rf"prompts: {shared} of the first \d+ tokens begin several prompts")
+        journal = self.folder / "answers.jsonl.journal"
+        whole, size = self.answers(), journal.stat().st_size
+        for i in (0, 3):
+            numbers = ",".join(map(str, rows[i]["tokens"]))
+            self.assertEqual(self.by_id()[i]["tokens"], self.alone(
+                model, "--prompt-tokens", numbers, "--tokens", 40, "--temperature", i % 2, "--seed", 5)[0]["tokens"])
+        kv = self.folder / "kv"
+        kv.mkdir()
+        (kv / "smartinf.tuning").write_text(
+            "io_bytes = 1048576\nio_depth = 4\nread_bytes_per_second = 1e9\nwrite_bytes_per_second = 1e9\n")
+        # At once, and one after another, where all of them after the first find the beginning again.
+        for sequences in (7, 2):
+            for path in (journal, self.folder / "answers.jsonl"):
+                path.unlink(missing_ok=True)
+            words = ("--cache", kv, "--save-every", "0.02s", "--sequences", sequences)
+            process = self.begin(model, prompts, *words, journal_bytes=size // 2)
+            process.kill()
+            process.communicate()
+            self.assertEqual(process.returncode, -signal.SIGKILL)
+            self.look_at_saved(kv, begun=journal)
+            self.run_batch(model, prompts, *words)
+            self.assertEqual(self.answers(), whole)
+            self.assertEqual({path.name for path in kv.iterdir()}, {"smartinf.tuning"})
+
+    def look_at_saved(self, kv, begun):
+        """What a killed job leaves, as the commands for states show it."""
+        told = self.state_command("inspect", kv)
+        self.assertRegex(told, r"keys and values +\d+ sequences and 1 beginnings that they share of \d+ tokens")
+        self.assertIn("the batch job", told)
+        saved = json.loads(self.state_command("inspect", kv, "--json"))["keys_and_values"]
+        self.assertEqual((saved["layers"], saved["block_tokens"]), (3, 32))
+        self.assertIn(512, [sequence["tokens_max"] for sequence in saved["sequences"]])
+        self.assertRegex(self.state_command("fsck", kv), "keys and values: .* checked: sound")
+        first = 128 * 1024 + 100  # of the first block
+        with (kv / "smartinf.cache").open("r+b") as file:
+            byte = os.pread(file.fileno(), 1, first)[0]
+            os.pwrite(file.fileno(), bytes([byte ^ 1]), first)
+            told = self.state_command("fsck", kv, code=1)
+            self.assertRegex(told, r"damaged: keys and values: .*block 0 of sequence \d+ in layer 0")
+            self.assertIn("1 blocks damaged; when the job goes on", told)
+            os.pwrite(file.fileno(), bytes([byte]), first)
+        self.assertRegex(self.state_command("gc", kv), "kept .*keys and values of the batch job .*--caches")
+        copy = self.folder / "copy"
+        shutil.copytree(kv, copy)
+        self.assertRegex(self.state_command("gc", copy, "--caches", "--yes"), "leftover .*keys and values of a batch job")
+        self.assertEqual({path.name for path in copy.iterdir()}, {"smartinf.tuning"})
+        shutil.rmtree(copy)
+        self.assertTrue(begun.exists())
+
     def test_an_interrupt_saves_and_others_are_refused(self):
         model, prompts = self.make_model(), self.long_prompts(tokens=1000)
         process = self.begin(model, prompts, journal_bytes=2000)

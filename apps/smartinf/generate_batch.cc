@@ -23,6 +23,7 @@
 #include "smartinf/engine/local_source.h"
 #include "smartinf/engine/memory.h"
 #include "smartinf/model/architecture.h"
+#include "smartinf/storage/erase.h"
 #include "smartinf/storage/store.h"
 #include "smartinf/train/batch/batch_job.h"
 
@@ -105,6 +106,13 @@ class BatchScreen {
     if (!json_) fmt::print(stderr, "{}\n", line);
   }
   void show(const BatchProgress& progress, const base::TrafficReading& traffic) {
+    if (last_.shared_tokens == 0 && progress.shared_tokens > 0) {
+      bar_.clear();
+      note(
+          fmt::format("prompts: {} of the first {} tokens begin several prompts, and are computed "
+                      "and kept once for all of them",
+                      progress.shared_tokens, progress.prompt_tokens));
+    }
     last_ = progress;
     read_bytes_ = traffic.up(base::TrafficKind::kCache);
     written_bytes_ = traffic.down(base::TrafficKind::kCache);
@@ -138,6 +146,11 @@ class BatchScreen {
     if (progress.prompt_tokens > 0) {
       text += fmt::format(", prompts {:.3g} tokens/s",
                           rate(progress.prompt_tokens, progress.prompt_seconds));
+      if (progress.shared_tokens > 0) {
+        text +=
+            fmt::format(" ({:.0f} % shared)", 100.0 * static_cast<double>(progress.shared_tokens) /
+                                                  static_cast<double>(progress.prompt_tokens));
+      }
     }
     if (written_bytes_ > 0) {
       text += fmt::format("; drives: {} read, {} written",
@@ -156,6 +169,7 @@ class BatchScreen {
                                               {"tokens", last_.tokens},
                                               {"token_seconds", last_.token_seconds},
                                               {"prompt_tokens", last_.prompt_tokens},
+                                              {"shared_tokens", last_.shared_tokens},
                                               {"prompt_seconds", last_.prompt_seconds},
                                               {"cache_read_bytes", read_bytes_},
                                               {"cache_written_bytes", written_bytes_}}
@@ -322,7 +336,11 @@ class Batch {
 
   /// The answers are there, whatever becomes of it.
   void delete_cache() {
-    const Status erased = engine::erase_device_store(sources_);
+    Status erased = engine::erase_device_store(sources_);
+    // Beside a run's state, which stays.
+    for (const std::string& path : flags_.cache) {
+      if (erased.ok() && !serve::is_remote(path)) erased = storage::erase_cache(path);
+    }
     if (!erased.ok()) {
       screen_.note("keys and values: they could not be deleted: " + erased.to_string());
     }

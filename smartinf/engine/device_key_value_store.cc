@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cstring>
 #include <deque>
-#include <map>
 #include <set>
 #include <unordered_map>
 #include <utility>
@@ -15,6 +14,7 @@
 #include "smartinf/base/units.h"
 #include "smartinf/csd/device.h"
 #include "smartinf/engine/device_replies.h"
+#include "smartinf/engine/sequence_table.h"
 #include "smartinf/engine/smallest_state.h"
 #include "smartinf/plan/cache_placement.h"
 
@@ -29,10 +29,6 @@ constexpr uint32_t kBlockTokens = kernels::kCacheBlockTokens;
 constexpr uint64_t kStagingBytes = base::kMiB;  // blocks of a prompt that go to a device at once
 constexpr size_t kAttendsMax = 2;
 
-Status not_open(SequenceId id) {
-  return Status(ErrorCode::kNotFound, "sequence " + std::to_string(id) + " is not open");
-}
-
 class DeviceStore final : public KeyValueStore {
  public:
   explicit DeviceStore(DeviceStoreOptions options)
@@ -43,7 +39,7 @@ class DeviceStore final : public KeyValueStore {
         replies_(watch_) {}
   Status open_devices(const DeviceSources& sources);
 
-  Status open(SequenceId id, uint64_t tokens_max) override;
+  Status open(SequenceId id, uint64_t tokens_max, SharedPrefix prefix) override;
   uint64_t tokens(SequenceId id) const override;
   Status append(SequenceId id, uint32_t layer, uint64_t count, base::DataType type,
                 const void* keys, const void* values) override;
@@ -74,20 +70,26 @@ class DeviceStore final : public KeyValueStore {
     bool sent = false;
     uint64_t tokens() const { return blocks * kBlockTokens + tail_tokens; }
   };
-  struct Sequence {
+  struct Sequence : SharingSequence<Sequence> {
     SequenceId id = 0;
-    size_t device = 0;
+    size_t device = 0;  // its prefix's as well
     uint64_t tokens_max = 0;
     base::AlignedBuffer tails;
-    std::vector<Layer> layers;
+    std::vector<Layer> layers;  // behind the prefix
     Status failed;
+
+    uint64_t own_tokens_max() const { return tokens_max - prefix_tokens; }
+    /// Why it cannot go on.
+    const Status& failure() const {
+      return failed.ok() && prefix != nullptr ? prefix->failed : failed;
+    }
   };
   struct Attending {
     SequenceId id = 0;
     const float* query = nullptr;
     float* out = nullptr;
     std::vector<float> state;
-    uint64_t first_token = 0;
+    csd::Attend message;  // state_out empty: nothing is asked for
     Reply reply;
   };
   struct Attends {
@@ -96,19 +98,22 @@ class DeviceStore final : public KeyValueStore {
     std::deque<Attending> queries;
   };
 
-  Sequence* find(SequenceId id);
   void submit(size_t device, csd::Message message, Reply& reply);
   const Status& wait(Reply& reply);
   Status run(size_t device, csd::Message message);
   /// Notes that the sequence cannot go on.
   Status fail(Sequence& sequence, Status why);
-  Result<uint64_t> place(Sequence& sequence, uint64_t bytes);
+  Result<uint64_t> place(Sequence& sequence);
+  uint64_t bytes_of(const Sequence& sequence) const;
+  void forget(Sequence& sequence);
   Status read_tails(Sequence& sequence, uint32_t tokens);
   void send_tail(Sequence& sequence, uint32_t layer);
   Status take_tail(Sequence& sequence, Layer& layer);
   Status append_blocks(Sequence& sequence, uint32_t layer, uint64_t count, base::DataType type,
                        const void* keys, const void* values);
-  void begin_query(Sequence& sequence, uint32_t layer, const AttendQuery& query, Attending& one);
+  void make_query(const Sequence& sequence, uint32_t layer, const AttendQuery& query,
+                  Attending& one) const;
+  bool prefix_is_damaged(const Attending& one);
   Status finish_query(uint32_t layer, Attending& one);
   void note_order(uint32_t layer, std::span<const AttendQuery> queries);
 
@@ -118,7 +123,7 @@ class DeviceStore final : public KeyValueStore {
   DeviceWatch watch_;
   DeviceReplies replies_;
   std::unordered_map<const csd::Command*, Reply*> waiting_;
-  std::map<SequenceId, Sequence> sequences_;
+  SequenceTable<Sequence> sequences_;
   std::vector<plan::CacheDevice> placed_;
   std::vector<bool> has_saved_;
   std::vector<std::byte> staging_;
@@ -191,11 +196,6 @@ Status DeviceStore::run(size_t device, csd::Message message) {
 
 // ---- Sequences.
 
-DeviceStore::Sequence* DeviceStore::find(SequenceId id) {
-  const auto found = sequences_.find(id);
-  return found == sequences_.end() ? nullptr : &found->second;
-}
-
 Status DeviceStore::fail(Sequence& sequence, Status why) {
   if (sequence.failed.ok()) {
     sequence.failed = std::move(why).with_context("sequence " + std::to_string(sequence.id));
@@ -203,18 +203,24 @@ Status DeviceStore::fail(Sequence& sequence, Status why) {
   return sequence.failed;
 }
 
-/// Finds the device that has saved it, or one that has room. Returns the tokens that were saved.
-Result<uint64_t> DeviceStore::place(Sequence& sequence, uint64_t bytes) {
+/// Finds the device that has saved it, or one that has room; beside a prefix only its own. Returns
+/// the tokens that were saved.
+Result<uint64_t> DeviceStore::place(Sequence& sequence) {
+  const uint64_t tokens_max = sequence.own_tokens_max();
+  const auto may_be = [&](size_t d) {
+    return sequence.prefix == nullptr || sequence.prefix->device == d;
+  };
   uint64_t saved = 0;
   for (size_t d = 0; d < devices_.size(); ++d) {
-    if (!has_saved_[d]) continue;
-    const Status found = run(d, csd::OpenSequence{sequence.id, sequence.tokens_max, true, &saved});
+    if (!has_saved_[d] || !may_be(d)) continue;
+    const Status found = run(d, csd::OpenSequence{sequence.id, tokens_max, true, &saved});
     sequence.device = d;
     if (found.ok()) return saved;
   }
   Status refused;
-  for (const size_t d : plan::cache_placement(placed_, bytes)) {
-    Status opened = run(d, csd::OpenSequence{sequence.id, sequence.tokens_max, false, &saved});
+  for (const size_t d : plan::cache_placement(placed_, bytes_of(sequence))) {
+    if (!may_be(d)) continue;
+    Status opened = run(d, csd::OpenSequence{sequence.id, tokens_max, false, &saved});
     sequence.device = d;
     if (opened.ok()) return saved;
     // A caller has an answer to a lack of room, also beside a device that is lost.
@@ -223,33 +229,41 @@ Result<uint64_t> DeviceStore::place(Sequence& sequence, uint64_t bytes) {
   return refused;
 }
 
-Status DeviceStore::open(SequenceId id, uint64_t tokens_max) {
-  if (find(id) != nullptr) {
-    return Status(ErrorCode::kAlreadyExists, "sequence " + std::to_string(id) + " is open already");
-  }
+/// On its device.
+uint64_t DeviceStore::bytes_of(const Sequence& sequence) const {
+  return base::divide_up(sequence.own_tokens_max(), uint64_t{kBlockTokens}) *
+         options_.shape.layers * block_bytes_;
+}
+
+Status DeviceStore::open(SequenceId id, uint64_t tokens_max, SharedPrefix prefix) {
+  SI_ASSIGN_OR_RETURN(const bool again, sequences_.begin_open(id, tokens_max, prefix));
+  if (again) return Status();
   const uint64_t layers = options_.shape.layers;
   Sequence sequence;
   sequence.id = id;
   sequence.tokens_max = tokens_max;
+  if (prefix.tokens > 0) {
+    sequence.prefix = sequences_.find(prefix.id);
+    sequence.prefix_tokens = prefix.tokens;
+    SI_RETURN_IF_ERROR(sequence.prefix->failed);
+  }
   SI_ASSIGN_OR_RETURN(sequence.tails, base::AlignedBuffer::allocate(layers * block_bytes_));
   sequence.layers.resize(layers);
   for (size_t i = 0; i < layers; ++i) {
     sequence.layers[i].tail = sequence.tails.bytes().subspan(i * block_bytes_, block_bytes_);
   }
-  const uint64_t bytes =
-      base::divide_up(tokens_max, uint64_t{kBlockTokens}) * layers * block_bytes_;
-  SI_ASSIGN_OR_RETURN(const uint64_t saved, place(sequence, bytes));
+  SI_ASSIGN_OR_RETURN(const uint64_t saved, place(sequence));
   for (Layer& layer : sequence.layers) layer.blocks = saved / kBlockTokens;
   if (const uint32_t tail = saved % kBlockTokens; tail > 0) {
     if (Status read = read_tails(sequence, tail); !read.ok()) {
       // To be computed anew.
       base::log(base::LogLevel::kWarning, read.to_string());
       (void)run(sequence.device, csd::CloseSequence{id});
-      return open(id, tokens_max);
+      return open(id, tokens_max, prefix);
     }
   }
-  placed_[sequence.device].bytes_used += bytes;
-  sequences_.emplace(id, std::move(sequence));
+  placed_[sequence.device].bytes_used += bytes_of(sequence);
+  sequences_.add(id, std::move(sequence), prefix);
   return Status();
 }
 
@@ -263,30 +277,29 @@ Status DeviceStore::read_tails(Sequence& sequence, uint32_t tokens) {
 }
 
 uint64_t DeviceStore::tokens(SequenceId id) const {
-  const auto found = sequences_.find(id);
-  if (found == sequences_.end()) return 0;
+  const Sequence* sequence = sequences_.find(id);
+  if (sequence == nullptr) return 0;
   uint64_t tokens = ~uint64_t{0};
-  for (const Layer& layer : found->second.layers) tokens = std::min(tokens, layer.tokens());
-  return tokens;
+  for (const Layer& layer : sequence->layers) tokens = std::min(tokens, layer.tokens());
+  return sequence->prefix_tokens + tokens;
 }
 
 Status DeviceStore::failure(SequenceId id) const {
-  const auto found = sequences_.find(id);
-  return found == sequences_.end() ? Status() : found->second.failed;
+  const Sequence* sequence = sequences_.find(id);
+  return sequence == nullptr ? Status() : sequence->failure();
 }
 
 void DeviceStore::close(SequenceId id) {
-  Sequence* sequence = find(id);
-  if (sequence == nullptr) return;
-  for (Layer& layer : sequence->layers) (void)wait(layer.appended);
-  const Status closed = run(sequence->device, csd::CloseSequence{id});
-  if (!closed.ok() && sequence->failed.ok()) {
+  sequences_.close(id, [&](SequenceId, Sequence& sequence) { forget(sequence); });
+}
+
+void DeviceStore::forget(Sequence& sequence) {
+  for (Layer& layer : sequence.layers) (void)wait(layer.appended);
+  const Status closed = run(sequence.device, csd::CloseSequence{sequence.id});
+  if (!closed.ok() && sequence.failed.ok()) {
     base::log(base::LogLevel::kWarning, closed.to_string());
   }
-  placed_[sequence->device].bytes_used -=
-      base::divide_up(sequence->tokens_max, uint64_t{kBlockTokens}) * options_.shape.layers *
-      block_bytes_;
-  sequences_.erase(id);
+  placed_[sequence.device].bytes_used -= bytes_of(sequence);
 }
 
 // ---- Keys and values that come.
@@ -337,13 +350,14 @@ Status DeviceStore::append_blocks(Sequence& sequence, uint32_t index, uint64_t c
 
 Status DeviceStore::append(SequenceId id, uint32_t index, uint64_t count, base::DataType type,
                            const void* keys, const void* values) {
-  Sequence* sequence = find(id);
-  if (sequence == nullptr) return not_open(id);
-  SI_RETURN_IF_ERROR(sequence->failed);
+  Sequence* sequence = sequences_.find(id);
+  if (sequence == nullptr) return sequence_not_open(id);
+  SI_RETURN_IF_ERROR(sequence->failure());
   Layer& layer = sequence->layers.at(index);
-  if (count > sequence->tokens_max - layer.tokens()) {
+  if (count > sequence->own_tokens_max() - layer.tokens()) {
     return Status(ErrorCode::kOutOfMemory,
-                  "sequence " + std::to_string(id) + " has " + std::to_string(layer.tokens()) +
+                  "sequence " + std::to_string(id) + " has " +
+                      std::to_string(sequence->prefix_tokens + layer.tokens()) +
                       " tokens of at most " + std::to_string(sequence->tokens_max) + ", and " +
                       std::to_string(count) + " more do not fit");
   }
@@ -376,7 +390,7 @@ Status DeviceStore::append(SequenceId id, uint32_t index, uint64_t count, base::
 }
 
 Status DeviceStore::save() {
-  for (auto& [id, sequence] : sequences_) {
+  for (auto& [id, sequence] : sequences_.all()) {
     for (uint32_t i = 0; i < sequence.layers.size() && sequence.failed.ok(); ++i) {
       Layer& layer = sequence.layers[i];
       if (layer.tail_tokens == kBlockTokens) {
@@ -412,8 +426,10 @@ void DeviceStore::note_order(uint32_t layer, std::span<const AttendQuery> querie
       for (size_t d = 0; d < devices_.size(); ++d) {
         csd::AttendOrder message;
         for (const csd::LayerSequence& one : order_) {
-          const Sequence* sequence = find(one.id);
-          if (sequence != nullptr && sequence->device == d) message.order.push_back(one);
+          const auto sequence = sequences_.all().find(one.id);
+          if (sequence != sequences_.all().end() && sequence->second.device == d) {
+            message.order.push_back(one);
+          }
         }
         (void)run(d, std::move(message));
       }
@@ -423,6 +439,10 @@ void DeviceStore::note_order(uint32_t layer, std::span<const AttendQuery> querie
     in_order_.clear();
   }
   for (const AttendQuery& query : queries) {
+    const Sequence* prefix = sequences_.find(query.id)->prefix;
+    if (prefix != nullptr && in_order_.emplace(layer, prefix->id).second) {
+      order_.push_back({layer, prefix->id});
+    }
     order_.push_back({layer, query.id});
     in_order_.emplace(layer, query.id);
   }
@@ -432,41 +452,54 @@ Result<AttendTicket> DeviceStore::begin_attend(uint32_t layer,
                                                std::span<const AttendQuery> queries) {
   SI_CHECK(attends_.size() < kAttendsMax, "two attends are under way already");
   for (const AttendQuery& query : queries) {
-    if (find(query.id) == nullptr) return not_open(query.id);
+    if (sequences_.find(query.id) == nullptr) return sequence_not_open(query.id);
   }
   note_order(layer, queries);
   Attends& attends = attends_.emplace_back();
   attends.ticket = next_ticket_++;
   attends.layer = layer;
+  std::vector<Attending*> asked;
   for (const AttendQuery& query : queries) {
-    begin_query(*find(query.id), layer, query, attends.queries.emplace_back());
+    Attending& one = attends.queries.emplace_back();
+    make_query(*sequences_.find(query.id), layer, query, one);
+    if (!one.message.state_out.empty()) asked.push_back(&one);
+  }
+  for (size_t i = 0; i < asked.size(); ++i) {
+    csd::Attend& message = asked[i]->message;
+    if (i + 1 < asked.size() && message.prefix_end_token > 0) {
+      const csd::Attend& next = asked[i + 1]->message;
+      message.more = next.prefix_end_token > 0 && next.prefix_id == message.prefix_id;
+    }
+    submit(sequences_.find(message.id)->device, message, asked[i]->reply);
   }
   return attends.ticket;
 }
 
-void DeviceStore::begin_query(Sequence& sequence, uint32_t index, const AttendQuery& query,
-                              Attending& one) {
+void DeviceStore::make_query(const Sequence& sequence, uint32_t index, const AttendQuery& query,
+                             Attending& one) const {
   one.id = query.id;
   one.query = query.query;
   one.out = query.out;
-  if (!sequence.failed.ok()) return;
+  if (!sequence.failure().ok()) return;
   const Layer& layer = sequence.layers.at(index);
-  const auto& windows = options_.shape.windows;
-  const uint64_t window = windows.empty() ? 0 : windows[index];
-  const uint64_t tokens = layer.tokens();
-  one.first_token = window == 0 || window >= tokens ? 0 : tokens - window;
+  const uint64_t shared = sequence.prefix_tokens;
+  const uint64_t first = options_.shape.first_seen(index, shared + layer.tokens());
   one.state.resize(shape_.state_floats());
-  const uint64_t on_device = layer.blocks * kBlockTokens;
-  if (one.first_token >= on_device) return kernels::begin_fold(shape_, one.state.data());
-  csd::Attend message;
+  csd::Attend& message = one.message;
   message.id = query.id;
   message.layer = index;
-  message.first_token = one.first_token;
-  message.end_token = on_device;
+  message.end_token = layer.blocks * kBlockTokens;
+  message.first_token = std::min(std::max(first, shared) - shared, message.end_token);
+  if (first < shared) {
+    message.prefix_id = sequence.prefix->id;
+    message.prefix_first_token = first;
+    message.prefix_end_token = shared;
+  } else if (message.first_token == message.end_token) {
+    return kernels::begin_fold(shape_, one.state.data());
+  }
   message.query =
       std::as_bytes(std::span(query.query, uint64_t{shape_.heads} * shape_.block.head_width));
   message.state_out = std::as_writable_bytes(std::span(one.state));
-  submit(sequence.device, message, one.reply);
 }
 
 Status DeviceStore::finish_attend(AttendTicket ticket) {
@@ -482,22 +515,36 @@ Status DeviceStore::finish_attend(AttendTicket ticket) {
   return first;
 }
 
+/// Whether the prefix fails by itself: then all sequences that share it do.
+bool DeviceStore::prefix_is_damaged(const Attending& one) {
+  std::vector<float> state(one.state.size());
+  csd::Attend alone;
+  alone.id = one.message.prefix_id;
+  alone.layer = one.message.layer;
+  alone.first_token = one.message.prefix_first_token;
+  alone.end_token = one.message.prefix_end_token;
+  alone.query = one.message.query;
+  alone.state_out = std::as_writable_bytes(std::span(state));
+  return !run(sequences_.find(one.id)->device, alone).ok();
+}
+
 Status DeviceStore::finish_query(uint32_t index, Attending& one) {
   // Also of a sequence that has failed: its memory is not the device's any more.
   const Status attended = wait(one.reply);
-  Sequence* sequence = find(one.id);
-  if (sequence == nullptr) return not_open(one.id);
-  if (!attended.ok()) return fail(*sequence, attended);
-  SI_RETURN_IF_ERROR(sequence->failed);
-  const Layer& layer = sequence->layers[index];
-  const uint64_t on_device = layer.blocks * kBlockTokens;
-  kernels::FoldRange range;
-  range.first = static_cast<uint32_t>(std::max(one.first_token, on_device) - on_device);
-  range.end = layer.tail_tokens;
-  if (range.first < range.end) {
-    const kernels::FoldQuery query{one.query, one.state.data()};
-    kernels::fold_block(shape_, layer.tail, range, {&query, 1});
+  Sequence* sequence = sequences_.find(one.id);
+  if (sequence == nullptr) return sequence_not_open(one.id);
+  SI_RETURN_IF_ERROR(sequence->failure());
+  if (!attended.ok()) {
+    const bool shared = one.message.prefix_end_token > 0 && prefix_is_damaged(one);
+    return fail(shared ? *sequence->prefix : *sequence, attended);
   }
+  const Layer& layer = sequence->layers[index];
+  const uint64_t tokens = sequence->prefix_tokens + layer.tokens();
+  const kernels::FoldRange range =
+      kernels::range_in_block(sequence->prefix_tokens / kBlockTokens + layer.blocks,
+                              options_.shape.first_seen(index, tokens), tokens);
+  const kernels::FoldQuery query{one.query, one.state.data()};
+  kernels::fold_block(shape_, layer.tail, range, {&query, 1});
   kernels::finish_fold(shape_, one.state.data(), one.out);
   // Beside what the caller computes next.
   send_tail(*sequence, index);

@@ -64,14 +64,18 @@ const std::vector<float>& rows_of(SequenceId id, uint32_t layer, bool values) {
   return rows;
 }
 
-Status append(KeyValueStore& store, SequenceId id, uint32_t layer, uint64_t first, uint64_t count) {
+/// Rows of the sequence, or of another one.
+Status append(KeyValueStore& store, SequenceId id, uint32_t layer, uint64_t first, uint64_t count,
+              SequenceId other = 0) {
+  const SequenceId of = other == 0 ? id : other;
   return store.append(id, layer, count, DataType::kF32,
-                      rows_of(id, layer, false).data() + first * kRow,
-                      rows_of(id, layer, true).data() + first * kRow);
+                      rows_of(of, layer, false).data() + first * kRow,
+                      rows_of(of, layer, true).data() + first * kRow);
 }
-void append_to_all(KeyValueStore& store, SequenceId id, uint64_t first, uint64_t count) {
+void append_to_all(KeyValueStore& store, SequenceId id, uint64_t first, uint64_t count,
+                   SequenceId other = 0) {
   for (uint32_t layer = 0; layer < kLayers; ++layer) {
-    const Status status = append(store, id, layer, first, count);
+    const Status status = append(store, id, layer, first, count, other);
     ASSERT_TRUE(status.ok()) << status.to_string();
   }
 }
@@ -173,9 +177,11 @@ class DeviceStoreTest : public testing::TestWithParam<Where> {
     options.device_memory_bytes = base::kMiB;
     return options;
   }
-  void open_store() {
+  void open_store(uint64_t device_memory_bytes = base::kMiB) {
     store_.reset();
-    auto store = make_device_store(sources(), store_options());
+    DeviceStoreOptions options = store_options();
+    options.device_memory_bytes = device_memory_bytes;
+    auto store = make_device_store(sources(), options);
     ASSERT_TRUE(store.ok()) << store.status().to_string();
     store_ = std::move(*store);
   }
@@ -241,6 +247,91 @@ TEST_P(DeviceStoreTest, BitsAreThoseOfAStoreInMemoryAlsoAfterTheProcessEnds) {
   for (const auto& left : std::filesystem::recursive_directory_iterator(scratch_.path())) {
     EXPECT_TRUE(left.is_directory() || left.path().filename() == "smartinf.tuning") << left.path();
   }
+}
+
+constexpr SequenceId kPrefix = 77;
+constexpr uint64_t kShared = 256;
+
+/// Opens sequences with a common beginning, which memory has as their own, and `store` once.
+void begin_shared(KeyValueStore& memory, KeyValueStore& store, const std::vector<SequenceId>& ids,
+                  std::map<SequenceId, uint64_t>& tokens) {
+  ASSERT_TRUE(store.open(kPrefix, kShared).ok());
+  if (store.tokens(kPrefix) == 0) append_to_all(store, kPrefix, 0, kShared);
+  for (const SequenceId id : ids) {
+    ASSERT_TRUE(memory.open(id, kTokensMax).ok());
+    const Status opened = store.open(id, kTokensMax, {kPrefix, kShared});
+    ASSERT_TRUE(opened.ok()) << opened.to_string();
+    append_to_all(memory, id, 0, kShared, kPrefix);
+    for (KeyValueStore* one : {&memory, &store}) append_to_all(*one, id, kShared, 9 * id);
+    tokens[id] = kShared + 9 * id;
+  }
+  store.close(kPrefix);
+}
+
+TEST_P(DeviceStoreTest, APrefixIsReadOnceAndChangesNoBit) {
+  const auto memory = make_memory_store(shape_of(), uint64_t{1} << 27, 1);
+  constexpr uint64_t kMemory = 16 * base::kMiB;  // nothing that was read ahead makes room
+  open_store(kMemory);
+  ASSERT_FALSE(HasFatalFailure());
+  // Those that share it are the first half of a step.
+  const std::vector<SequenceId> sharing{1, 2, 3, 4};
+  const std::vector<SequenceId> ids{1, 2, 3, 4, 7, 8, 9, 10};
+  std::map<SequenceId, uint64_t> tokens;
+  begin_shared(*memory, *store_, sharing, tokens);
+  ASSERT_FALSE(HasFatalFailure());
+  for (const SequenceId id : {7, 8, 9, 10}) {
+    for (KeyValueStore* store : {memory.get(), store_.get()}) {
+      ASSERT_TRUE(store->open(id, kTokensMax).ok());
+      append_to_all(*store, id, 0, 40);
+    }
+    tokens[id] = 40;
+  }
+  const auto compare = [&] {
+    auto before = tokens;
+    const Answers wanted = step(*memory, ids, before);
+    const Answers found = step(*store_, ids, tokens);
+    ASSERT_TRUE(found.status.ok()) << found.status.to_string();
+    EXPECT_TRUE(wanted.out == found.out);
+    for (const SequenceId id : ids) EXPECT_EQ(store_->tokens(id), tokens[id]);
+  };
+  for (int i = 0; i < 10; ++i) compare();
+  ASSERT_TRUE(store_->save().ok());
+  const auto read = store_->traffic();
+  // Two layers' whole prefix and a window's three blocks are read once, and each sequence's own;
+  // ahead of the next step no more than there is memory for.
+  uint64_t blocks = 0;
+  for (int i = 0; i < 60; ++i) {
+    compare();
+    blocks += 2 * kShared / kernels::kCacheBlockTokens + 3;
+    for (const SequenceId id : ids) {
+      blocks += kLayers * ((tokens[id] - (id <= 4 ? kShared : 0)) / kernels::kCacheBlockTokens);
+    }
+  }
+  const uint64_t block_bytes = kernels::cache_block_bytes(shape_of().attention.block);
+  EXPECT_LE(store_->traffic().since(read).up(base::TrafficKind::kCache),
+            blocks * block_bytes + options_.devices.size() * kMemory);
+  // After the process has ended, whichever are opened first.
+  open_store();
+  ASSERT_FALSE(HasFatalFailure());
+  ASSERT_TRUE(store_->open(kPrefix, kShared).ok());
+  EXPECT_EQ(store_->tokens(kPrefix), kShared);
+  for (const SequenceId id : {4, 2, 8, 1, 3, 9, 7, 10}) {
+    const SharedPrefix prefix = id <= 4 ? SharedPrefix{kPrefix, kShared} : SharedPrefix{};
+    ASSERT_TRUE(store_->open(id, kTokensMax, prefix).ok());
+    EXPECT_GE(store_->tokens(id), id <= 4 ? kShared + 9 * id : 40);
+    for (uint64_t at = store_->tokens(id); at < tokens[id]; ++at) append_to_all(*store_, id, at, 1);
+  }
+  compare();
+  store_->close(kPrefix);
+  for (const SequenceId id : sharing) {
+    store_->close(id);
+    if (id == sharing.back()) break;
+    EXPECT_TRUE(store_->open(kPrefix, kShared).ok()) << "taken up again";
+    EXPECT_EQ(store_->tokens(kPrefix), kShared);
+    store_->close(kPrefix);
+  }
+  ASSERT_TRUE(store_->open(kPrefix, kShared).ok());
+  EXPECT_EQ(store_->tokens(kPrefix), 0u) << "nobody used it any more";
 }
 
 TEST_P(DeviceStoreTest, ErrorsAreNamed) {
@@ -424,6 +515,67 @@ TEST_P(DamagedDeviceStore, FailsItsSequenceOnly) {
   before = tokens;
   const Answers again = step(*memory, ids, before);
   EXPECT_TRUE(again.out == step(*store_, ids, tokens).out);
+}
+
+TEST_P(DamagedDeviceStore, APrefixFailsThoseThatUseItAndTheyAreMadeAgain) {
+  const auto memory = make_memory_store(shape_of(), uint64_t{1} << 27, 1);
+  open_store();
+  ASSERT_FALSE(HasFatalFailure());
+  std::map<SequenceId, uint64_t> tokens;
+  // The prefix and what shares it come first, on the first drive.
+  begin_shared(*memory, *store_, {1, 2, 3}, tokens);
+  ASSERT_FALSE(HasFatalFailure());
+  const std::vector<SequenceId> ids{1, 2, 3, 8, 9};
+  for (const SequenceId id : {8, 9}) {
+    for (KeyValueStore* store : {memory.get(), store_.get()}) {
+      ASSERT_TRUE(store->open(id, kTokensMax).ok());
+      append_to_all(*store, id, 0, 100);
+    }
+    tokens[id] = 100;
+  }
+  ASSERT_TRUE(store_->save().ok());
+  store_.reset();
+  const auto damage = [&](const char* drive) {
+    std::fstream file(scratch_ / (std::string(drive) + "/smartinf.cache"),
+                      std::ios::in | std::ios::out | std::ios::binary);
+    file.seekp(static_cast<std::streamoff>(128 * base::kKiB + 5000));
+    file << "xyz";
+    return file.good();
+  };
+  ASSERT_TRUE(damage("d2")) << "of three times the speed";
+  open_store();
+  ASSERT_FALSE(HasFatalFailure());
+  ASSERT_TRUE(store_->open(kPrefix, kShared).ok());
+  for (const SequenceId id : ids) {
+    const SharedPrefix prefix = id < 8 ? SharedPrefix{kPrefix, kShared} : SharedPrefix{};
+    ASSERT_TRUE(store_->open(id, kTokensMax, prefix).ok());
+    ASSERT_EQ(store_->tokens(id), tokens[id]);
+  }
+  store_->close(kPrefix);
+  auto before = tokens;
+  const Answers wanted = step(*memory, ids, before);
+  const Answers found = step(*store_, ids, tokens);
+  EXPECT_EQ(found.status.code(), ErrorCode::kCorrupt) << found.status.to_string();
+  EXPECT_NE(found.status.to_string().find("sequence 77"), std::string::npos)
+      << found.status.to_string();
+  for (size_t i = 0; i < ids.size(); ++i) {
+    EXPECT_EQ(store_->failure(ids[i]).ok(), ids[i] >= 8) << ids[i];
+    for (uint32_t layer = 0; layer < kLayers && ids[i] >= 8; ++layer) {
+      EXPECT_TRUE(wanted.out[layer * ids.size() + i] == found.out[layer * ids.size() + i]);
+    }
+  }
+  for (const SequenceId id : {1, 2, 3}) {
+    EXPECT_FALSE(append(*store_, id, 0, tokens[id], 1).ok());
+    store_->close(id);
+    memory->close(id);
+  }
+  begin_shared(*memory, *store_, {1, 2, 3}, tokens);
+  ASSERT_FALSE(HasFatalFailure());
+  before = tokens;
+  const Answers again = step(*memory, ids, before);
+  const Answers made = step(*store_, ids, tokens);
+  ASSERT_TRUE(made.status.ok()) << made.status.to_string();
+  EXPECT_TRUE(again.out == made.out);
 }
 
 std::string name_of(const testing::TestParamInfo<Where>& where) {

@@ -23,6 +23,20 @@ struct KeyValueShape {
   kernels::AttentionShape attention;
   uint32_t layers = 0;
   std::vector<uint32_t> windows;  // by layer: last tokens that a query sees; 0: all. Empty: all 0
+
+  uint32_t window(uint32_t layer) const { return windows.empty() ? 0 : windows[layer]; }
+  /// The first token that the last of so many sees in the layer.
+  uint64_t first_seen(uint32_t layer, uint64_t tokens) const {
+    const uint64_t seen = window(layer);
+    return seen == 0 || seen >= tokens ? 0 : tokens - seen;
+  }
+};
+
+/// The beginning of a sequence that it shares with others: all of another one, which has it in
+/// whole blocks.
+struct SharedPrefix {
+  SequenceId id = 0;
+  uint64_t tokens = 0;  // tokens_max of it; 0: nothing is shared
 };
 
 /// Of a sequence, one query in one layer. Shapes: query, out: [heads][d].
@@ -39,9 +53,12 @@ class KeyValueStore {
  public:
   virtual ~KeyValueStore() = default;
 
-  /// Keeps room for tokens_max in every layer. Errors: kOutOfMemory or kNoSpace with what is needed
-  /// and what is free, after which nothing has changed; kAlreadyExists.
-  virtual base::Status open(SequenceId id, uint64_t tokens_max) = 0;
+  /// Keeps room for tokens_max in every layer, but for those of the prefix: the sequence has these
+  /// at once, goes on behind them, and its answers have the bits of one that shares nothing. The
+  /// prefix has them before the first attend. Errors: kOutOfMemory or kNoSpace with what is needed
+  /// and what is free, after which nothing has changed; kAlreadyExists; kNotFound, there is no such
+  /// prefix; kInvalidArgument, it has other tokens_max or a prefix itself.
+  virtual base::Status open(SequenceId id, uint64_t tokens_max, SharedPrefix prefix = {}) = 0;
   /// Tokens that all layers of a sequence have; 0 for one that is not open.
   virtual uint64_t tokens(SequenceId id) const = 0;
   /// Puts `count` tokens behind those that the layer has. Shapes: keys, values:
@@ -62,7 +79,8 @@ class KeyValueStore {
   /// the sequence. To be closed, and computed again. Others are unharmed.
   virtual base::Status failure(SequenceId) const { return {}; }
 
-  /// Forgets a sequence; nothing where it is not open.
+  /// Forgets a sequence; nothing where it is not open. One that others have as prefix stays for
+  /// them; meanwhile open() with the same tokens_max takes it up again.
   virtual void close(SequenceId id) = 0;
   /// What is there survives this process, where it is kept outside of memory.
   virtual base::Status save() { return {}; }

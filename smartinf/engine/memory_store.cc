@@ -2,7 +2,6 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
-#include <map>
 #include <utility>
 
 #include <fmt/format.h>
@@ -12,6 +11,7 @@
 #include "smartinf/base/thread_team.h"
 #include "smartinf/base/units.h"
 #include "smartinf/engine/key_value_store.h"
+#include "smartinf/engine/sequence_table.h"
 
 namespace smartinf::engine {
 namespace {
@@ -43,54 +43,51 @@ class MemoryStore final : public KeyValueStore {
       : shape_(std::move(shape)),
         block_bytes_(kernels::cache_block_bytes(shape_.attention.block)),
         memory_bytes_(memory_bytes),
-        team_(threads, "si-attend", kAwake) {
-    shape_.windows.resize(shape_.layers, 0);
-  }
+        team_(threads, "si-attend", kAwake) {}
 
-  Status open(SequenceId id, uint64_t tokens_max) override {
-    if (sequences_.contains(id)) {
-      return {ErrorCode::kAlreadyExists, fmt::format("sequence {} is open", id)};
-    }
-    const uint64_t needed = memory_store_bytes(shape_, tokens_max);
+  Status open(SequenceId id, uint64_t tokens_max, SharedPrefix prefix) override {
+    SI_ASSIGN_OR_RETURN(const bool again, sequences_.begin_open(id, tokens_max, prefix));
+    if (again) return {};
+    const uint64_t own = tokens_max - prefix.tokens;
+    const uint64_t needed = memory_store_bytes(shape_, own);
     if (needed > memory_bytes_ - used_bytes_) {
       return {
           ErrorCode::kOutOfMemory,
-          fmt::format("keys and values of {} tokens need {}, and {} of {} are free", tokens_max,
+          fmt::format("keys and values of {} tokens need {}, and {} of {} are free", own,
                       base::format_bytes(needed), base::format_bytes(memory_bytes_ - used_bytes_),
                       base::format_bytes(memory_bytes_))};
     }
-    Sequence sequence{.layers = std::vector<LayerBlocks>(shape_.layers), .tokens_max = tokens_max};
+    Sequence sequence;
+    sequence.layers.resize(shape_.layers);
+    sequence.tokens_max = tokens_max;
     for (uint32_t l = 0; l < shape_.layers; ++l) {
       LayerBlocks& layer = sequence.layers[l];
-      layer.places = places_of(shape_.windows[l], tokens_max);
+      layer.places = places_of(shape_.window(l), own);
       if (layer.places == 0) continue;
       SI_ASSIGN_OR_RETURN(layer.memory, base::AlignedBuffer::allocate(layer.places * block_bytes_));
     }
     sequence.bytes = needed;
     used_bytes_ += needed;
-    sequences_.emplace(id, std::move(sequence));
+    sequences_.add(id, std::move(sequence), prefix);
     return {};
   }
 
   uint64_t tokens(SequenceId id) const override {
-    const auto found = sequences_.find(id);
-    if (found == sequences_.end() || shape_.layers == 0) return 0;
-    const std::vector<LayerBlocks>& layers = found->second.layers;
-    return std::min_element(
-               layers.begin(), layers.end(),
-               [](const LayerBlocks& a, const LayerBlocks& b) { return a.tokens < b.tokens; })
-        ->tokens;
+    const Sequence* sequence = sequences_.find(id);
+    if (sequence == nullptr || shape_.layers == 0) return 0;
+    return sequence->prefix_tokens +
+           std::ranges::min_element(sequence->layers, {}, &LayerBlocks::tokens)->tokens;
   }
 
   Status append(SequenceId id, uint32_t layer, uint64_t count, base::DataType type,
                 const void* keys, const void* values) override {
-    const auto found = sequences_.find(id);
-    if (found == sequences_.end()) return not_open(id);
-    LayerBlocks& blocks = found->second.layers[layer];
-    if (count > found->second.tokens_max - blocks.tokens) {
+    Sequence* const sequence = sequences_.find(id);
+    if (sequence == nullptr) return sequence_not_open(id);
+    LayerBlocks& blocks = sequence->layers[layer];
+    if (count > sequence->tokens_max - sequence->prefix_tokens - blocks.tokens) {
       return {ErrorCode::kOutOfMemory,
               fmt::format("sequence {} has room for {} tokens, not for {}", id,
-                          found->second.tokens_max, blocks.tokens + count)};
+                          sequence->tokens_max, sequence->prefix_tokens + blocks.tokens + count)};
     }
     const kernels::CacheBlockShape& block = shape_.attention.block;
     const uint64_t token_bytes =
@@ -113,17 +110,21 @@ class MemoryStore final : public KeyValueStore {
   base::Result<AttendTicket> begin_attend(uint32_t layer,
                                           std::span<const AttendQuery> queries) override {
     SI_CHECK(under_way_ < 2, "at most two attends under way");
-    std::vector<const LayerBlocks*> blocks;
+    std::vector<const Sequence*> sequences;
     for (const AttendQuery& query : queries) {
-      const auto found = sequences_.find(query.id);
-      if (found == sequences_.end()) return not_open(query.id);
-      blocks.push_back(&found->second.layers[layer]);
+      sequences.push_back(sequences_.find(query.id));
+      if (sequences.back() == nullptr) return sequence_not_open(query.id);
+      const Sequence* prefix = sequences.back()->prefix;
+      if (prefix != nullptr && prefix->layers[layer].tokens < sequences.back()->prefix_tokens) {
+        return Status(ErrorCode::kFailedPrecondition,
+                      fmt::format("the prefix of sequence {} is not there yet", query.id));
+      }
     }
     const uint32_t heads = shape_.attention.block.kv_heads;
     states_.resize(queries.size() * shape_.attention.state_floats());
     team_.run(queries.size() * heads, [&](uint32_t, size_t index) {
       const size_t q = index / heads;
-      attend(layer, *blocks[q], queries[q], states_.data() + q * shape_.attention.state_floats(),
+      attend(layer, *sequences[q], queries[q], states_.data() + q * shape_.attention.state_floats(),
              static_cast<uint32_t>(index % heads));
     });
     ++under_way_;
@@ -137,46 +138,39 @@ class MemoryStore final : public KeyValueStore {
   }
 
   void close(SequenceId id) override {
-    const auto found = sequences_.find(id);
-    if (found == sequences_.end()) return;
-    used_bytes_ -= found->second.bytes;
-    sequences_.erase(found);
+    sequences_.close(id, [&](SequenceId, Sequence& one) { used_bytes_ -= one.bytes; });
   }
 
  private:
-  struct Sequence {
+  struct Sequence : SharingSequence<Sequence> {
     std::vector<LayerBlocks> layers;
     uint64_t tokens_max = 0;
     uint64_t bytes = 0;
   };
-
-  static Status not_open(SequenceId id) {
-    return {ErrorCode::kNotFound, fmt::format("sequence {} is not open", id)};
-  }
 
   std::span<std::byte> block_at(const LayerBlocks& blocks, uint64_t index) const {
     return {blocks.memory.data() + index % blocks.places * block_bytes_, block_bytes_};
   }
 
   /// One head of keys of one sequence.
-  void attend(uint32_t layer, const LayerBlocks& blocks, const AttendQuery& query, float* state,
+  void attend(uint32_t layer, const Sequence& sequence, const AttendQuery& query, float* state,
               uint32_t head) const {
-    const uint64_t window = shape_.windows[layer];
-    const uint64_t first =
-        window == 0 || blocks.tokens <= window ? uint64_t{0} : blocks.tokens - window;
+    const uint64_t shared = sequence.prefix_tokens / kCacheBlockTokens;  // blocks
+    const uint64_t tokens = sequence.prefix_tokens + sequence.layers[layer].tokens;
+    const uint64_t first = shape_.first_seen(layer, tokens);
+    const auto block = [&](uint64_t b) {
+      return b < shared ? block_at(sequence.prefix->layers[layer], b)
+                        : block_at(sequence.layers[layer], b - shared);
+    };
     kernels::begin_fold(shape_.attention, state, head, head + 1);
     const kernels::FoldQuery one{query.query, state};
-    for (uint64_t b = first / kCacheBlockTokens; b * kCacheBlockTokens < blocks.tokens; ++b) {
-      const uint64_t begin = b * kCacheBlockTokens;
-      const bool last = begin + kCacheBlockTokens >= blocks.tokens;
-      kernels::fold_block(shape_.attention, block_at(blocks, b),
-                          {.first = static_cast<uint32_t>(std::max(first, begin) - begin),
-                           .end = static_cast<uint32_t>(
-                               std::min(blocks.tokens - begin, uint64_t{kCacheBlockTokens})),
-                           .first_head = head,
-                           .end_head = head + 1,
-                           .next_block = last ? nullptr : block_at(blocks, b + 1).data()},
-                          {&one, 1});
+    for (uint64_t b = first / kCacheBlockTokens; b * kCacheBlockTokens < tokens; ++b) {
+      kernels::FoldRange range = kernels::range_in_block(b, first, tokens);
+      range.first_head = head;
+      range.end_head = head + 1;
+      const bool last = (b + 1) * kCacheBlockTokens >= tokens;
+      range.next_block = last ? nullptr : block(b + 1).data();
+      kernels::fold_block(shape_.attention, block(b), range, {&one, 1});
     }
     kernels::finish_fold(shape_.attention, state, query.out, head, head + 1);
   }
@@ -185,7 +179,7 @@ class MemoryStore final : public KeyValueStore {
   uint64_t block_bytes_;
   uint64_t memory_bytes_;
   uint64_t used_bytes_ = 0;
-  std::map<SequenceId, Sequence> sequences_;
+  SequenceTable<Sequence> sequences_;
   std::vector<float> states_;
   uint32_t under_way_ = 0;
   AttendTicket next_ticket_ = 0;
@@ -197,7 +191,7 @@ class MemoryStore final : public KeyValueStore {
 uint64_t memory_store_bytes(const KeyValueShape& shape, uint64_t tokens_max) {
   uint64_t blocks = 0;
   for (uint32_t l = 0; l < shape.layers; ++l) {
-    blocks += places_of(shape.windows.empty() ? 0 : shape.windows[l], tokens_max);
+    blocks += places_of(shape.window(l), tokens_max);
   }
   return blocks * kernels::cache_block_bytes(shape.attention.block);
 }

@@ -51,13 +51,15 @@ const std::vector<float>& rows_of(SequenceId id, uint32_t layer, bool values) {
   return rows;
 }
 
-/// Tokens [first, first + count) of a sequence into every layer.
-void append(KeyValueStore& store, SequenceId id, uint64_t first, uint64_t count) {
+/// Tokens [first, first + count) of a sequence, or of another one, into every layer.
+void append(KeyValueStore& store, SequenceId id, uint64_t first, uint64_t count,
+            SequenceId other = 0) {
+  const SequenceId of = other == 0 ? id : other;
   for (uint32_t layer = 0; layer < kLayers; ++layer) {
     ASSERT_TRUE(store
                     .append(id, layer, count, DataType::kF32,
-                            rows_of(id, layer, false).data() + first * kRow,
-                            rows_of(id, layer, true).data() + first * kRow)
+                            rows_of(of, layer, false).data() + first * kRow,
+                            rows_of(of, layer, true).data() + first * kRow)
                     .ok());
   }
 }
@@ -138,6 +140,64 @@ TEST(MemoryStore, TakesNoMoreMemoryThanItIsGiven) {
   const AttendQuery closed{.id = 1};
   EXPECT_EQ(store->begin_attend(0, {&closed, 1}).status().code(), ErrorCode::kNotFound);
   EXPECT_EQ(store->tokens(2), 64u);
+}
+
+TEST(MemoryStore, APrefixIsSharedWithTheSameBitsUntilNobodyUsesIt) {
+  constexpr uint64_t kShared = 96;
+  constexpr SequenceId kPrefix = 9;
+  for (const std::vector<uint32_t>& windows : {std::vector<uint32_t>(), {0, 40, 100}}) {
+    const uint64_t room = memory_store_bytes(shape_of(windows), kShared) +
+                          2 * memory_store_bytes(shape_of(windows), kTokensMax - kShared);
+    auto shared = make_memory_store(shape_of(windows), room, 2);
+    auto alone = make_memory_store(shape_of(windows), kMemoryBytes, 2);
+    ASSERT_TRUE(shared->open(kPrefix, kShared).ok());
+    append(*shared, kPrefix, 0, 64);
+    for (const SequenceId id : {1, 2}) {
+      ASSERT_TRUE(shared->open(id, kTokensMax, {kPrefix, kShared}).ok());
+      EXPECT_EQ(shared->tokens(id), kShared);
+      ASSERT_TRUE(alone->open(id, kTokensMax).ok());
+      append(*alone, id, 0, kShared, kPrefix);
+    }
+    const AttendQuery early{.id = 1};
+    EXPECT_EQ(shared->begin_attend(0, {&early, 1}).status().code(), ErrorCode::kFailedPrecondition);
+    append(*shared, kPrefix, 64, 32);
+    EXPECT_EQ(shared->open(3, kTokensMax, {kPrefix, kShared}).code(), ErrorCode::kOutOfMemory);
+    shared->close(kPrefix);
+    EXPECT_EQ(shared->tokens(kPrefix), 0u);
+    const auto compare = [&](const std::vector<SequenceId>& ids) {
+      for (uint32_t layer = 0; layer < kLayers; ++layer) {
+        EXPECT_EQ(attend(*shared, layer, ids), attend(*alone, layer, ids)) << "layer " << layer;
+      }
+    };
+    compare({1, 2});
+    for (const uint64_t count : {1, 30, 50}) {
+      for (const SequenceId id : {1, 2}) {
+        const uint64_t first = shared->tokens(id);
+        append(*shared, id, first, count);
+        append(*alone, id, first, count);
+      }
+      compare({2, 1});
+    }
+    shared->close(1);
+    compare({2});
+    // It is taken up again, as the same only.
+    EXPECT_EQ(shared->open(kPrefix, 32).code(), ErrorCode::kAlreadyExists);
+    ASSERT_TRUE(shared->open(kPrefix, kShared).ok());
+    EXPECT_EQ(shared->tokens(kPrefix), kShared);
+    EXPECT_EQ(shared->open(kPrefix, kShared).code(), ErrorCode::kAlreadyExists);
+    ASSERT_TRUE(shared->open(1, kTokensMax, {kPrefix, kShared}).ok());
+    for (const SequenceId id : {1, 2}) shared->close(id);
+    EXPECT_EQ(shared->tokens(kPrefix), kShared) << "open itself";
+    for (const SharedPrefix& wrong : {SharedPrefix{kPrefix, 64}, SharedPrefix{kPrefix, 90}}) {
+      EXPECT_EQ(shared->open(1, kTokensMax, wrong).code(), ErrorCode::kInvalidArgument);
+    }
+    EXPECT_EQ(shared->open(1, kShared, {kPrefix, kShared}).code(), ErrorCode::kInvalidArgument);
+    EXPECT_EQ(shared->open(1, kTokensMax, {8, kShared}).code(), ErrorCode::kNotFound);
+    shared->close(kPrefix);
+    EXPECT_EQ(shared->open(1, kTokensMax, {kPrefix, kShared}).code(), ErrorCode::kNotFound);
+    ASSERT_TRUE(shared->open(1, kTokensMax).ok()) << "its room is free";
+    ASSERT_TRUE(shared->open(2, kTokensMax - kShared).ok());
+  }
 }
 
 TEST(MemoryStore, TokensAreThoseThatAllLayersHave) {

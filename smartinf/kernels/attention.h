@@ -5,6 +5,7 @@
 // nothing about which blocks there are (engine/key_value_store.h).
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstddef>
 #include <cstdint>
@@ -72,6 +73,20 @@ struct FoldRange {
   uint32_t end_head = 0;
   const std::byte* next_block = nullptr;  // A hint: the block that the caller will fold next.
 };
+
+/// Tokens [first_token, end_token) of a sequence as far as its block `block` has them; none where
+/// first is not below end.
+constexpr FoldRange range_in_block(uint64_t block, uint64_t first_token, uint64_t end_token) {
+  const uint64_t begin = block * kCacheBlockTokens;
+  const auto in_block = [&](uint64_t token) {
+    return static_cast<uint32_t>(
+        std::min(std::max(token, begin) - begin, uint64_t{kCacheBlockTokens}));
+  };
+  FoldRange range;
+  range.first = in_block(first_token);
+  range.end = in_block(end_token);
+  return range;
+}
 
 /// Folds tokens of a block into the states of all queries that read it, which are several where
 /// sequences share a prefix. Blocks are folded in the order of their tokens.

@@ -16,18 +16,6 @@ using torch::Tensor;
 
 namespace {
 
-const Tensor* find(std::span<const Parameter> parameters, Part part) {
-  const auto found = std::find_if(parameters.begin(), parameters.end(),
-                                  [&](const Parameter& one) { return one.part == part; });
-  return found == parameters.end() ? nullptr : &found->weight;
-}
-
-const Tensor& get(std::span<const Parameter> parameters, Part part) {
-  const Tensor* found = find(parameters, part);
-  SI_CHECK(found != nullptr, "a layer has the parts of its architecture");
-  return *found;
-}
-
 /// [M] int64: of each token within its document.
 Tensor positions_of(const DocumentEnds& documents, const torch::Device& device) {
   std::vector<Tensor> positions;
@@ -40,6 +28,17 @@ Tensor positions_of(const DocumentEnds& documents, const torch::Device& device) 
 }
 
 }  // namespace
+
+const Parameter* find_part(std::span<const Parameter> parameters, Part part) {
+  const auto found = std::ranges::find(parameters, part, &Parameter::part);
+  return found == parameters.end() ? nullptr : &*found;
+}
+
+const Tensor& weight_of_part(std::span<const Parameter> parameters, Part part) {
+  const Parameter* found = find_part(parameters, part);
+  SI_CHECK(found != nullptr, "a layer has the parts of its architecture");
+  return found->weight;
+}
 
 Model::Model(const model::Architecture& architecture, const plan::ParameterSpace& space,
              const torch::TensorOptions& weights, uint32_t sequence, bool frozen)
@@ -91,7 +90,7 @@ UnitWeights Model::weights_of(size_t unit, const Tensor& weights_N) const {
 
 Tensor Model::norm(std::span<const Parameter> layer, Part weight, Part bias,
                    const Tensor& x) const {
-  const Tensor& factor = get(layer, weight);
+  const Tensor& factor = weight_of_part(layer, weight);
   switch (model_.norm) {
     case model::Norm::kRms:
       return torch::rms_norm(x, factor.sizes(), factor, model_.norm_eps);
@@ -100,16 +99,17 @@ Tensor Model::norm(std::span<const Parameter> layer, Part weight, Part bias,
                              model_.norm_eps)
           .to(x.scalar_type());
     case model::Norm::kLayer:
-      return torch::layer_norm(x, factor.sizes(), factor, get(layer, bias), model_.norm_eps);
+      return torch::layer_norm(x, factor.sizes(), factor, weight_of_part(layer, bias),
+                               model_.norm_eps);
   }
   return x;
 }
 
 Tensor Model::product(const Layer& layer, Part weight, Part bias, const Tensor& x) const {
-  const Tensor& matrix = get(layer.parameters, weight);
-  const Tensor* added = find(layer.parameters, bias);
+  const Tensor& matrix = weight_of_part(layer.parameters, weight);
+  const Parameter* added = find_part(layer.parameters, bias);
   Tensor y = train::linear(x, model_.transposed ? matrix.t() : matrix,
-                           added == nullptr ? std::optional<Tensor>() : *added);
+                           added == nullptr ? std::optional<Tensor>() : added->weight);
   for (const Adapter& adapter : layer.adapters) {
     if (adapter.a.part != weight) continue;
     const Tensor more =
@@ -248,7 +248,7 @@ Tensor Model::feed_forward(const Layer& layer, const Tensor& h_BTC) const {
 Tensor Model::run_experts(const Layer& layer, const Tensor& h_BTC) const {
   const Tensor h_MC = h_BTC.flatten(0, 1);
   const Tensor chances_MX = torch::softmax(
-      train::linear(h_MC, get(layer.parameters, Part::kRouter)), -1, torch::kFloat32);
+      train::linear(h_MC, weight_of_part(layer.parameters, Part::kRouter)), -1, torch::kFloat32);
   auto [share_MK, expert_MK] = chances_MX.topk(model_.experts_per_token, -1);
   if (model_.normalized_experts) share_MK = share_MK / share_MK.sum(-1, /*keepdim=*/true);
   share_MK = share_MK.to(h_MC.scalar_type());
@@ -287,7 +287,7 @@ Tensor Model::embed(const UnitWeights& embedding, const Tensor& tokens_BT,
     x_BTC = x_BTC * torch::full({}, std::sqrt(static_cast<double>(model_.width)), x_BTC.options());
   }
   if (!model_.learned_positions) return x_BTC;
-  const Tensor& positions_PC = get(embedding, Part::kPositions);
+  const Tensor& positions_PC = weight_of_part(embedding, Part::kPositions);
   if (documents.empty()) {
     const int64_t before = cache == nullptr ? 0 : cache->tokens();
     return x_BTC + positions_PC.narrow(0, before, tokens_BT.size(1));

@@ -31,6 +31,11 @@ struct Parameter {
 /// The parameters of a unit, in the order of the space, which they cover without gaps.
 using UnitWeights = std::vector<Parameter>;
 
+/// The first of a layer's parameters that is this part; null: it has none.
+const Parameter* find_part(std::span<const Parameter> parameters, model::Part part);
+/// Of a part that the layer has (SI_CHECK).
+const torch::Tensor& weight_of_part(std::span<const Parameter> parameters, model::Part part);
+
 /// Trained matrices beside a matrix, or a part of one, that is not trained: y = W x + scale B (A
 /// x).
 struct Adapter {

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
+#include <map>
 #include <utility>
 
 #include <fmt/format.h>
@@ -24,25 +25,91 @@ namespace {
 /// A step's products are shorter than it takes to wake a thread.
 constexpr std::chrono::microseconds kAwake(200);
 
-/// Gives a prompt's keys and values to a store.
-class StoreCache final : public KeyValueCache {
- public:
-  StoreCache(engine::KeyValueStore& store, SequenceId id, base::DataType type)
-      : store_(store), id_(id), type_(type) {}
+/// Of prompts with a common prefix that are computed together, but for a longer one.
+constexpr uint64_t kPassTokens = 65536;
 
-  int64_t tokens() const override { return 0; }
+/// A prompt, or a beginning that prompts share, while it is computed.
+struct Prompt {
+  SequenceId id = 0;
+  engine::KeyValueStore* store = nullptr;  // that gets keys and values; null: it has them
+  std::span<const int64_t> tokens;         // those of the prefix as well
+  Prompt* prefix = nullptr;                // or null
+  uint32_t users = 0;                      // prompts that have this one as prefix
+
+  /// Of the layers that are being computed.
+  struct Layer {
+    Tensor key_BKSD, value_BKSD;
+    uint32_t users = 0;  // that have taken it
+  };
+  std::map<uint32_t, Layer> layers;
+
+  int64_t first() const { return prefix == nullptr ? 0 : prefix->end(); }
+  int64_t end() const { return static_cast<int64_t>(tokens.size()); }
+  Layer& layer(uint32_t index, const Tensor& like_BKTD) {
+    Layer& made = layers[index];
+    if (made.key_BKSD.defined()) return made;
+    const std::vector<int64_t> sizes{1, like_BKTD.size(1), end(), like_BKTD.size(3)};
+    made.key_BKSD = torch::empty(sizes, like_BKTD.options());
+    made.value_BKSD = torch::empty(sizes, like_BKTD.options());
+    if (prefix == nullptr) return made;
+    Layer& shared = prefix->layers.at(index);
+    made.key_BKSD.narrow(2, 0, first()).copy_(shared.key_BKSD);
+    made.value_BKSD.narrow(2, 0, first()).copy_(shared.value_BKSD);
+    if (++shared.users == prefix->users) prefix->layers.erase(index);
+    return made;
+  }
+};
+
+/// A part of a prompt, which sees those before it.
+class PartCache final : public KeyValueCache {
+ public:
+  PartCache(Prompt& prompt, int64_t first, base::DataType type)
+      : prompt_(prompt), first_(first), type_(type) {}
+
+  int64_t tokens() const override { return first_; }
   void extend(uint32_t layer, Tensor& key_BKTD, Tensor& value_BKTD) override {
-    const Tensor key_BTKD = key_BKTD.transpose(1, 2).contiguous();
-    const Tensor value_BTKD = value_BKTD.transpose(1, 2).contiguous();
-    Status appended = store_.append(id_, layer, static_cast<uint64_t>(key_BTKD.size(1)), type_,
-                                    key_BTKD.const_data_ptr(), value_BTKD.const_data_ptr());
-    if (store_.failure(id_).ok()) throw_if_error(std::move(appended));
+    const int64_t count = key_BKTD.size(2);
+    if (prompt_.store != nullptr) append(layer, key_BKTD, value_BKTD);
+    Prompt::Layer& kept = prompt_.layer(layer, key_BKTD);
+    kept.key_BKSD.narrow(2, first_, count).copy_(key_BKTD);
+    kept.value_BKSD.narrow(2, first_, count).copy_(value_BKTD);
+    key_BKTD = kept.key_BKSD.narrow(2, 0, first_ + count);
+    value_BKTD = kept.value_BKSD.narrow(2, 0, first_ + count);
+    if (first_ + count == prompt_.end() && prompt_.users == 0) prompt_.layers.erase(layer);
   }
 
  private:
-  engine::KeyValueStore& store_;
-  const SequenceId id_;
+  void append(uint32_t layer, const Tensor& key_BKTD, const Tensor& value_BKTD) {
+    engine::KeyValueStore& store = *prompt_.store;
+    const Tensor key_BTKD = key_BKTD.transpose(1, 2).contiguous();
+    const Tensor value_BTKD = value_BKTD.transpose(1, 2).contiguous();
+    Status appended = store.append(prompt_.id, layer, static_cast<uint64_t>(key_BTKD.size(1)),
+                                   type_, key_BTKD.const_data_ptr(), value_BTKD.const_data_ptr());
+    if (store.failure(prompt_.id).ok()) throw_if_error(std::move(appended));
+  }
+
+  Prompt& prompt_;
+  const int64_t first_;
   const base::DataType type_;
+};
+
+/// Prompts whose keys and values a layer needs at the same time, and their parts in order.
+struct PromptPass {
+  std::deque<Prompt> prompts;
+  std::deque<PartCache> parts;
+  std::vector<UnitPass::Begun> begun;
+
+  Prompt& add(Prompt made, base::DataType type) {
+    constexpr auto kPart = static_cast<int64_t>(kPromptPart);
+    Prompt& prompt = prompts.emplace_back(std::move(made));
+    for (int64_t first = prompt.first(); first < prompt.end(); first += kPart) {
+      const auto tokens = prompt.tokens.subspan(static_cast<size_t>(first));
+      const at::ArrayRef<int64_t> part(tokens.data(), std::min<size_t>(tokens.size(), kPromptPart));
+      parts.emplace_back(prompt, first, type);
+      begun.push_back({torch::tensor(part, torch::kInt64).unsqueeze(0), &parts.back()});
+    }
+    return prompt;
+  }
 };
 
 }  // namespace
@@ -69,52 +136,136 @@ RowDecoder::RowDecoder(const LoadedModel& loaded, std::unique_ptr<engine::KeyVal
       team_(options_.threads, "si-rows", kAwake),
       rows_(loaded.model, loaded.type, team_) {}
 
+/// False: there is no room for it, and sequences are taken in without.
+bool RowDecoder::open_prefix(const engine::SharedPrefix& prefix) {
+  if (prefixes_.contains(prefix.id)) return true;
+  if (!store_->open(prefix.id, prefix.tokens).ok()) return false;
+  const uint64_t kept = store_->tokens(prefix.id);
+  if (!store_->failure(prefix.id).ok() || (kept > 0 && kept < prefix.tokens)) {
+    store_->close(prefix.id);
+    if (!store_->open(prefix.id, prefix.tokens).ok()) return false;
+  }
+  prefixes_.insert(prefix.id);
+  return true;
+}
+
+/// They stay as long as sequences have them.
+void RowDecoder::close_prefixes() {
+  for (const SequenceId id : std::exchange(prefixes_, {})) store_->close(id);
+}
+
 /// Room in the store, which may have a beginning of the sequence.
-Status RowDecoder::open(const SequenceInput& input) {
+base::Result<RowDecoder::Sequence*> RowDecoder::open(const SequenceInput& input) {
   const uint64_t known = input.prompt.size() + input.made.size();
   SI_CHECK(!input.prompt.empty() && known < input.tokens_max, "a prompt, and room behind it");
   const auto is_it = [&](const auto& one) { return one->id == input.id; };
   if (std::ranges::any_of(sequences_, is_it)) {
     return Status(ErrorCode::kAlreadyExists, fmt::format("sequence {} is there", input.id));
   }
-  SI_RETURN_IF_ERROR(store_->open(input.id, input.tokens_max));
+  engine::SharedPrefix prefix{input.prefix, input.prefix_tokens};
+  SI_CHECK(prefix.tokens % kPromptPart == 0 && prefix.tokens < input.prompt.size(),
+           "a prefix of whole parts, and a token behind it");
+  if (prefix.tokens > 0 && !open_prefix(prefix)) prefix = {};
+  Status opened = store_->open(input.id, input.tokens_max, prefix);
+  if (!opened.ok() && prefix.tokens > 0) {  // where the prefix is, there is no room
+    prefix = {};
+    opened = store_->open(input.id, input.tokens_max);
+  }
+  SI_RETURN_IF_ERROR(opened);
   const uint64_t kept = store_->tokens(input.id);
   // The keys and values of a prompt have the bits that they have when it is computed as a whole.
-  if (kept > 0 && (kept + 1 < input.prompt.size() || kept >= known)) {
+  if (kept > prefix.tokens && (kept + 1 < input.prompt.size() || kept >= known)) {
     store_->close(input.id);
-    SI_RETURN_IF_ERROR(store_->open(input.id, input.tokens_max));
+    SI_RETURN_IF_ERROR(store_->open(input.id, input.tokens_max, prefix));
   }
-  sequences_.push_back(std::make_unique<Sequence>(Sequence{input.id, input.tokens_max, {}}));
-  return Status();
+  // Behind the last one with this prefix.
+  const auto shares = [&](const auto& one) {
+    return prefix.tokens > 0 && one->prefix.tokens > 0 && one->prefix.id == prefix.id;
+  };
+  const auto last = std::find_if(sequences_.rbegin(), sequences_.rend(), shares);
+  const auto place = last == sequences_.rend() ? sequences_.end() : last.base();
+  return sequences_
+      .insert(place, std::make_unique<Sequence>(Sequence{input.id, input.tokens_max, prefix, {}}))
+      ->get();
 }
 
-/// Computes prompts but for their last tokens, which are the first inputs of steps.
-void RowDecoder::fill(std::span<const SequenceInput> sequences) {
-  std::vector<StoreCache> caches;
-  caches.reserve(sequences.size());
-  std::vector<UnitPass::Begun> begun;
-  for (const SequenceInput& input : sequences) {
-    if (input.prompt.size() == 1 || store_->tokens(input.id) > 0) continue;
-    caches.emplace_back(*store_, input.id, loaded_.type);
-    const std::vector<int64_t> tokens(input.prompt.begin(), input.prompt.end() - 1);
-    begun.push_back({torch::tensor(tokens, torch::kInt64).unsqueeze(0), &caches.back()});
+/// Computes prompts but for their last tokens, which are the first inputs of steps; a prefix once
+/// for those that share it, also where the store has it already: the prompts behind it see keys and
+/// values as they were before the store's format rounded them.
+void RowDecoder::fill(std::span<const SequenceInput> inputs, std::span<Sequence* const> sequences) {
+  std::vector<std::vector<size_t>> groups;
+  std::map<SequenceId, size_t> group_of;  // by prefix
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    const engine::SharedPrefix& prefix = sequences[i]->prefix;
+    const size_t place = prefix.tokens == 0
+                             ? groups.size()
+                             : group_of.emplace(prefix.id, groups.size()).first->second;
+    if (place == groups.size()) groups.emplace_back();
+    groups[place].push_back(i);
   }
-  // Weights in memory are at hand for each prompt; others are brought once for all prompts.
-  const size_t at_once = loaded_.stream.streams() ? begun.size() : 1;
-  for (size_t i = 0; i < begun.size(); i += at_once) {
-    loaded_.pass.fill_caches(std::span(begun).subspan(i, at_once),
-                             [&] { throw_if_stopped(options_.stop); });
+  std::deque<PromptPass> passes;
+  for (std::vector<size_t>& group : groups) {
+    const engine::SharedPrefix prefix = sequences[group.front()]->prefix;
+    const auto shared = inputs[group.front()].prompt.first(prefix.tokens);
+    const auto own = [&](size_t i) { return inputs[i].prompt.size() - 1 - prefix.tokens; };
+    std::erase_if(group, [&](size_t i) {
+      return own(i) == 0 || store_->tokens(inputs[i].id) > prefix.tokens;
+    });
+    bool missing = prefix.tokens > 0 && store_->tokens(prefix.id) == 0;
+    for (size_t next = 0; next < group.size() || missing; missing = false) {
+      const size_t first = next;
+      uint64_t tokens = prefix.tokens;
+      while (next < group.size() && (next == first || tokens + own(group[next]) <= kPassTokens)) {
+        tokens += own(group[next++]);
+      }
+      PromptPass& pass = passes.emplace_back();
+      Prompt* behind = nullptr;
+      if (prefix.tokens > 0) {
+        behind = &pass.add({.id = prefix.id,
+                            .store = missing ? store_.get() : nullptr,
+                            .tokens = shared,
+                            .prefix = nullptr,
+                            .users = static_cast<uint32_t>(next - first),
+                            .layers = {}},
+                           loaded_.type);
+        shared_tokens_ += prefix.tokens * (std::max<size_t>(1, next - first) - 1);
+      }
+      for (size_t i = first; i < next; ++i) {
+        const SequenceInput& input = inputs[group[i]];
+        pass.add({.id = input.id,
+                  .store = store_.get(),
+                  .tokens = input.prompt.first(input.prompt.size() - 1),
+                  .prefix = behind,
+                  .users = 0,
+                  .layers = {}},
+                 loaded_.type);
+      }
+    }
   }
+  const auto stop = [&] { throw_if_stopped(options_.stop); };
+  if (!loaded_.stream.streams()) {
+    for (; !passes.empty(); passes.pop_front()) {
+      loaded_.pass.fill_caches(passes.front().begun, stop);
+    }
+    return;
+  }
+  // Weights are brought once for all of them.
+  std::vector<UnitPass::Begun> all;
+  for (const PromptPass& pass : passes) all.insert(all.end(), pass.begun.begin(), pass.begun.end());
+  if (!all.empty()) loaded_.pass.fill_caches(all, stop);
 }
 
 Status RowDecoder::admit(std::span<const SequenceInput> sequences) {
   drop_lost();  // those of save()
-  const size_t before = sequences_.size();
+  std::vector<Sequence*> taken;
   const Status status = guarded("begin sequences", [&]() -> Status {
-    for (const SequenceInput& input : sequences) SI_RETURN_IF_ERROR(open(input));
-    fill(sequences);
+    for (const SequenceInput& input : sequences) {
+      SI_ASSIGN_OR_RETURN(Sequence* const one, open(input));
+      taken.push_back(one);
+    }
+    fill(sequences, taken);
     for (size_t i = 0; i < sequences.size(); ++i) {
-      std::deque<int64_t>& next = sequences_[before + i]->next;
+      std::deque<int64_t>& next = taken[i]->next;
       next.assign(sequences[i].prompt.begin(), sequences[i].prompt.end());
       next.insert(next.end(), sequences[i].made.begin(), sequences[i].made.end());
       next.erase(next.begin(),
@@ -130,8 +281,9 @@ Status RowDecoder::admit(std::span<const SequenceInput> sequences) {
       run_pass(behind, nullptr);
     }
   });
+  close_prefixes();
   if (status.ok()) return status;
-  while (sequences_.size() > before) release(sequences_.back()->id);
+  for (const SequenceInput& input : sequences.first(taken.size())) release(input.id);
   std::erase_if(lost_, [&](const LostSequence& one) {
     return std::ranges::find(sequences, one.id, &SequenceInput::id) != sequences.end();
   });
@@ -163,13 +315,21 @@ void RowDecoder::drop_lost() {
 }
 
 std::vector<ModelRows> RowDecoder::groups_of(std::span<Sequence* const> sequences) const {
-  const size_t groups = options_.halves && sequences.size() > 1 ? 2 : 1;
-  std::vector<ModelRows> made(groups);
+  size_t half = sequences.size();  // as near to the middle as prefixes allow
+  for (size_t i = 1; i < sequences.size() && options_.halves; ++i) {
+    const engine::SharedPrefix& prefix = sequences[i]->prefix;
+    if (prefix.tokens > 0 && prefix.id == sequences[i - 1]->prefix.id) continue;
+    const auto from_middle = [&](size_t at) {
+      return std::max(2 * at, sequences.size()) - std::min(2 * at, sequences.size());
+    };
+    if (from_middle(i) < from_middle(half)) half = i;
+  }
+  std::vector<ModelRows> made(half < sequences.size() ? 2 : 1);
   for (size_t i = 0; i < sequences.size(); ++i) {
     const Sequence& one = *sequences[i];
     const uint64_t tokens = store_->tokens(one.id);
     SI_CHECK(tokens < one.tokens_max, "a sequence that has all its tokens is released");
-    ModelRows& rows = made[i * groups / sequences.size()];
+    ModelRows& rows = made[i < half ? 0 : 1];
     rows.ids.push_back(one.id);
     rows.tokens.push_back(one.next.front());
     rows.positions.push_back(static_cast<int64_t>(tokens));

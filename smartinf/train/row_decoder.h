@@ -1,11 +1,12 @@
-// Continues sequences on CPUs: prompts by torch, one after another, then a token of all sequences
-// in a step that uses each weight once for all of them (row_model.h). Keys and values are in a
-// store, which also attends.
+// Continues sequences on CPUs: prompts by torch, one after another, part by part, then a token of
+// all sequences in a step that uses each weight once for all of them (row_model.h). Keys and values
+// are in a store, which also attends.
 #pragma once
 
 #include <deque>
 #include <functional>
 #include <memory>
+#include <set>
 #include <stop_token>
 #include <utility>
 #include <vector>
@@ -31,7 +32,7 @@ class RowDecoder final : public SequenceDecoder {
   struct Options {
     uint32_t threads = 1;
     /// The store works while the model computes: sequences go in two halves, of which one attends
-    /// while the other is computed.
+    /// while the other is computed. Those with a common prefix are in one half.
     bool halves = false;
     std::stop_token stop;  // ends the call that is under way with kCancelled
   };
@@ -43,6 +44,7 @@ class RowDecoder final : public SequenceDecoder {
   void release(SequenceId id) override;
   std::vector<LostSequence> take_lost() override { return std::exchange(lost_, {}); }
   base::Status save() override { return store_->save(); }
+  uint64_t shared_tokens() const override { return shared_tokens_; }
 
   /// Logits are made for so many rows at a time.
   static constexpr size_t kHeadRows = 64;
@@ -51,10 +53,13 @@ class RowDecoder final : public SequenceDecoder {
   struct Sequence {
     SequenceId id = 0;
     uint64_t tokens_max = 0;
+    engine::SharedPrefix prefix;  // tokens 0: none
     std::deque<int64_t> next;  // that the store does not have yet; all but the last are known ones
   };
-  base::Status open(const SequenceInput& input);
-  void fill(std::span<const SequenceInput> sequences);
+  base::Result<Sequence*> open(const SequenceInput& input);
+  bool open_prefix(const engine::SharedPrefix& prefix);
+  void close_prefixes();
+  void fill(std::span<const SequenceInput> inputs, std::span<Sequence* const> sequences);
   void run_pass(std::span<Sequence* const> sequences, const Choose* choose);
   void drop_lost();
   std::vector<ModelRows> groups_of(std::span<Sequence* const> sequences) const;
@@ -70,6 +75,8 @@ class RowDecoder final : public SequenceDecoder {
   RowModel rows_;
   std::vector<std::unique_ptr<Sequence>> sequences_;
   std::vector<LostSequence> lost_;  // until take_lost()
+  std::set<SequenceId> prefixes_;   // open during admit()
+  uint64_t shared_tokens_ = 0;
 };
 
 /// The shape of the stores that a decoder of this model works with.

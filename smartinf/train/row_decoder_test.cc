@@ -23,6 +23,7 @@ using base::Status;
 using torch::Tensor;
 
 constexpr uint64_t kTokens = 40;
+constexpr uint64_t kLongTokens = 3 * kPromptPart;
 
 /// Random weights in memory.
 class DrawnWeights final : public engine::WeightSource {
@@ -57,7 +58,9 @@ class LosingStore final : public engine::KeyValueStore {
         loses_(loses),
         attends_left_(attends) {}
 
-  Status open(SequenceId id, uint64_t tokens_max) override { return store_->open(id, tokens_max); }
+  Status open(SequenceId id, uint64_t tokens_max, engine::SharedPrefix prefix) override {
+    return store_->open(id, tokens_max, prefix);
+  }
   uint64_t tokens(SequenceId id) const override { return store_->tokens(id); }
   Status append(SequenceId id, uint32_t layer, uint64_t count, DataType type, const void* keys,
                 const void* values) override {
@@ -108,7 +111,9 @@ class RecordingStore final : public engine::KeyValueStore {
       : store_(engine::make_memory_store(shape, uint64_t{1} << 26, 1)),
         attends_left_(attends),
         record_(record) {}
-  Status open(SequenceId id, uint64_t tokens_max) override { return store_->open(id, tokens_max); }
+  Status open(SequenceId id, uint64_t tokens_max, engine::SharedPrefix prefix) override {
+    return store_->open(id, tokens_max, prefix);
+  }
   uint64_t tokens(SequenceId id) const override { return store_->tokens(id); }
   Status append(SequenceId id, uint32_t layer, uint64_t count, DataType type, const void* keys,
                 const void* values) override {
@@ -144,7 +149,8 @@ class Loaded {
       : type_(type),
         space_(model::make_parameter_space(architecture).value()),
         weights_(space_.count()),
-        model_(architecture, space_, torch::dtype(scalar_type(type)), kTokens, /*frozen=*/true),
+        model_(architecture, space_, torch::dtype(scalar_type(type)), kLongTokens,
+               /*frozen=*/true),
         stream_(weights_, model_, copies_, type, placement()),
         pass_(model_, stream_, nullptr, /*recompute=*/true, UnitInputs(std::nullopt), {}) {
     EXPECT_TRUE(stream_.load().ok());
@@ -158,6 +164,10 @@ class Loaded {
         LoadedModel{model_, stream_, pass_, nullptr, type_},
         engine::make_memory_store(key_value_shape(model_.architecture(), format), bytes, 1),
         RowDecoder::Options{threads, halves, {}});
+  }
+  std::unique_ptr<SequenceDecoder> over(std::unique_ptr<engine::KeyValueStore> store, bool halves) {
+    return std::make_unique<RowDecoder>(LoadedModel{model_, stream_, pass_, nullptr, type_},
+                                        std::move(store), RowDecoder::Options{1, halves, {}});
   }
   std::unique_ptr<SequenceDecoder> losing(SequenceId id, uint64_t attends) {
     return std::make_unique<RowDecoder>(
@@ -205,7 +215,7 @@ std::vector<Form> forms() {
   options.heads = 4;
   options.kv_heads = 2;
   options.vocabulary = 50;
-  const model::Architecture plain = architecture_of(options, kTokens);
+  const model::Architecture plain = architecture_of(options, kLongTokens);
   std::vector<Form> all;
   const auto add = [&](const char* name) -> model::Architecture& {
     return all.emplace_back(Form{name, plain}).architecture;
@@ -380,6 +390,102 @@ TEST(RowDecoder, AHalfAttendsWhileTheOtherIsComputedAcrossLayersToo) {
   admit(*failing, two);
   EXPECT_EQ(failing->step(choose).code(), ErrorCode::kIo);
   EXPECT_EQ(record, " 0A 0B -0A 1A -0B -1A");
+}
+
+/// Two parts that all but one begin with; behind them one token, many, and a part and more.
+struct SharedPrompts {
+  SharedPrompts() {
+    for (uint64_t i = 0; i < 2 * kPromptPart; ++i) shared.push_back(static_cast<int64_t>(i % 47));
+    for (const auto& [id, behind] :
+         {std::pair<SequenceId, size_t>{1, 1}, {2, 40}, {3, 60}, {4, kPromptPart - 20}}) {
+      prompts[id] = shared;
+      for (size_t i = 0; i < behind; ++i) {
+        prompts[id].push_back(static_cast<int64_t>((i * id + 3) % 50));
+      }
+    }
+    prompts[5] = {1, 2, 3};
+  }
+  std::vector<SequenceInput> inputs(const std::vector<SequenceId>& ids, bool share,
+                                    const Prompts& made = {}) const {
+    std::vector<SequenceInput> all;
+    for (const SequenceId id : ids) {
+      SequenceInput& input = all.emplace_back();
+      input.id = id;
+      input.prompt = prompts.at(id);
+      input.tokens_max = input.prompt.size() + 10;
+      if (made.contains(id)) input.made = made.at(id);
+      if (!share || id == 5) continue;
+      input.prefix = 1000;
+      input.prefix_tokens = shared.size();
+    }
+    return all;
+  }
+  std::vector<int64_t> shared;
+  Prompts prompts;
+};
+
+void admit_all(SequenceDecoder& decoder, const std::vector<SequenceInput>& inputs) {
+  const Status status = decoder.admit(inputs);
+  ASSERT_TRUE(status.ok()) << status.to_string();
+}
+
+TEST(RowDecoder, ASharedBeginningChangesNoBit) {
+  const SharedPrompts some;
+  DataType type = DataType::kF32;
+  for (const Form& form : forms()) {
+    type = type == DataType::kF32 ? DataType::kBf16 : DataType::kF32;
+    SCOPED_TRACE(form.name + " " + std::string(base::data_type_name(type)));
+    Loaded loaded(form.architecture, type);
+    Logits alone;
+    for (const auto& [id, prompt] : some.prompts) {
+      const auto decoder = loaded.by_rows();
+      admit_all(*decoder, some.inputs({id}, false));
+      go_on(*decoder, 7, alone);
+      EXPECT_EQ(decoder->shared_tokens(), 0u);
+    }
+    Logits shared;
+    const auto decoder = loaded.by_rows(/*halves=*/true);
+    admit_all(*decoder, some.inputs({2, 5, 1}, true));
+    EXPECT_EQ(decoder->shared_tokens(), 0u) << "what the first has behind is its last token";
+    go_on(*decoder, 2, shared);
+    admit_all(*decoder, some.inputs({4, 3}, true));
+    EXPECT_EQ(decoder->shared_tokens(), some.shared.size());
+    go_on(*decoder, 1, shared);
+    // All that had it leave; another one needs it anew.
+    for (const SequenceId id : {1, 2, 4, 3}) decoder->release(id);
+    for (const SequenceId id : {1, 2, 3, 4}) shared[id].clear();
+    admit_all(*decoder, some.inputs({3, 1}, true));
+    go_on(*decoder, 3, shared);
+    // It goes on inside its answer.
+    decoder->release(3);
+    std::vector<int64_t> made;
+    for (size_t i = 1; i <= 3; ++i) made.push_back(token_of(3, i));
+    admit_all(*decoder, some.inputs({3}, true, {{3, made}}));
+    go_on(*decoder, 1, shared);
+    for (const auto& [id, steps] : shared) {
+      for (size_t i = 0; i < steps.size(); ++i) {
+        EXPECT_TRUE(steps[i] == alone.at(id)[i]) << "sequence " << id << ", step " << i;
+      }
+    }
+  }
+}
+
+TEST(RowDecoder, ASharedBeginningIsKeptOnceAndWithoutRoomForItNotAtAll) {
+  const SharedPrompts some;
+  Loaded loaded(forms().front().architecture, DataType::kF32);
+  const auto shape = key_value_shape(forms().front().architecture, kernels::CacheFormat::kF32);
+  const auto bytes = [&](uint64_t tokens) { return engine::memory_store_bytes(shape, tokens); };
+  const uint64_t once = bytes(some.shared.size()) + bytes(50) + bytes(70);
+  const auto decoder = loaded.by_rows(false, 1, once);
+  EXPECT_EQ(decoder->admit(some.inputs({2, 3}, false)).code(), ErrorCode::kOutOfMemory);
+  admit_all(*decoder, some.inputs({2, 3}, true));
+  EXPECT_EQ(decoder->admit(some.inputs({1}, true)).code(), ErrorCode::kOutOfMemory);
+  for (const SequenceId id : {2, 3}) decoder->release(id);
+  // The beginning alone leaves no room; without it there is some.
+  const auto tight = loaded.by_rows(false, 1, bytes(some.shared.size() + 50));
+  admit_all(*tight, some.inputs({2}, true));
+  Logits logits;
+  go_on(*tight, 1, logits);
 }
 
 TEST(RowDecoder, WhatDoesNotFitIsNotTakenIn) {

@@ -18,17 +18,6 @@ using torch::Tensor;
 
 namespace {
 
-const Parameter* find_part(std::span<const Parameter> parameters, Part part) {
-  const auto found = std::ranges::find(parameters, part, &Parameter::part);
-  return found == parameters.end() ? nullptr : &*found;
-}
-
-const Tensor& weights_of(std::span<const Parameter> parameters, Part part) {
-  const Parameter* found = find_part(parameters, part);
-  SI_CHECK(found != nullptr, "a layer has the parts of its architecture");
-  return found->weight;
-}
-
 /// An expert's share of a token.
 struct Share {
   size_t expert = 0;
@@ -89,12 +78,12 @@ RowMatrix RowModel::matrix_of(const Tensor& weights, bool transposed) const {
 
 void RowModel::norm(std::span<const Parameter> parameters, Part weight, Part bias, ConstRows in,
                     Rows out) {
-  std::vector<float> factor = values_of(weights_of(parameters, weight));
+  std::vector<float> factor = values_of(weight_of_part(parameters, weight));
   if (shape_.norm == model::Norm::kRmsPlusOne) {
     for (float& one : factor) one += 1;
   }
   std::vector<float> added;
-  if (shape_.norm == model::Norm::kLayer) added = values_of(weights_of(parameters, bias));
+  if (shape_.norm == model::Norm::kLayer) added = values_of(weight_of_part(parameters, bias));
   const auto eps = static_cast<float>(shape_.norm_eps);
   const size_t width = factor.size();
   each_row(in.size() / width, width, [&](size_t r) {
@@ -109,7 +98,7 @@ void RowModel::norm(std::span<const Parameter> parameters, Part weight, Part bia
 }
 
 std::vector<float> RowModel::product(const Layer& layer, Part weight, Part bias, ConstRows in) {
-  RowMatrix matrix = matrix_of(weights_of(layer.parameters, weight), shape_.transposed);
+  RowMatrix matrix = matrix_of(weight_of_part(layer.parameters, weight), shape_.transposed);
   if (const Parameter* added = find_part(layer.parameters, bias)) {
     matrix.bias = added->weight.const_data_ptr();
   }
@@ -161,7 +150,7 @@ void RowModel::embed(const UnitWeights& embedding, ModelRows& rows) {
     std::ranges::copy(values_of(embedding.front().weight.select(0, rows.tokens[r])), x_C.begin());
     if (shape_.scaled_embedding) kernels::multiply(type_, scale[0], x_C);
     if (shape_.learned_positions) {
-      const Tensor& positions_PC = weights_of(embedding, Part::kPositions);
+      const Tensor& positions_PC = weight_of_part(embedding, Part::kPositions);
       kernels::add(type_, values_of(positions_PC.select(0, rows.positions[r])), x_C);
     }
   }
@@ -249,7 +238,7 @@ std::vector<float> RowModel::run_experts(const Layer& layer, ConstRows h_MC) {
   const size_t width = shape_.width;
   const size_t rows = h_MC.size() / width;
   std::vector<float> logits_MX(rows * shape_.experts);
-  product_.run(matrix_of(weights_of(layer.parameters, Part::kRouter), false), h_MC, logits_MX);
+  product_.run(matrix_of(weight_of_part(layer.parameters, Part::kRouter), false), h_MC, logits_MX);
   std::vector<std::vector<std::pair<size_t, float>>> by_expert(shape_.experts);  // row, share
   for (size_t r = 0; r < rows; ++r) {
     const ConstRows logits_X = ConstRows(logits_MX).subspan(r * shape_.experts, shape_.experts);

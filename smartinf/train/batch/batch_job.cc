@@ -8,6 +8,7 @@
 #include "smartinf/base/checksum.h"
 #include "smartinf/base/log.h"
 #include "smartinf/train/batch/answer.h"
+#include "smartinf/train/batch/shared_prefixes.h"
 
 namespace smartinf::train {
 
@@ -84,6 +85,7 @@ Status BatchJob::run_all(const std::function<void(const BatchProgress&)>& watch)
   const auto note = [&] {
     progress_.answered = files_.answers();
     progress_.active = active_.size();
+    progress_.shared_tokens = decoder_.shared_tokens();
     if (watch) watch(progress_);
   };
   while (true) {
@@ -114,9 +116,11 @@ Status BatchJob::admit() {
   while (!options_.stop.stop_requested()) {
     const uint64_t left = waiting_.size() + prompts_.file->lines() - (next_line_ - 1);
     const uint64_t wave = admission_.wave(left);
-    SI_RETURN_IF_ERROR(prepare(wave));
+    if (wave == 0) break;
+    SI_RETURN_IF_ERROR(prepare(wave + options_.ahead));
     const uint64_t count = std::min<uint64_t>(wave, waiting_.size());
     if (count == 0) break;
+    find_prefixes();
     SI_RETURN_IF_ERROR(try_wave(count));
   }
   progress_.prompt_seconds += base::seconds_since(begin_ns);
@@ -186,13 +190,43 @@ Result<Tokens> BatchJob::prompt_of(const PromptLine& line) {
                            tokens.size(), options_.positions));
 }
 
+/// Those that begin alike come to stand together.
+void BatchJob::find_prefixes() {
+  std::vector<std::span<const int64_t>> prompts;
+  std::map<SequenceId, std::span<const int64_t>> kept;
+  for (const Sequence& one : waiting_) prompts.push_back(one.prompt);
+  for (const auto& [line, one] : active_) {
+    if (one.prefix_tokens > 0) kept[one.prefix] = std::span(one.prompt).first(one.prefix_tokens);
+  }
+  std::vector<std::span<const int64_t>> beginnings;
+  for (const auto& [id, tokens] : kept) beginnings.push_back(tokens);
+  const std::vector<uint64_t> shared = shared_prefixes(prompts, beginnings, kPromptPart);
+  std::map<SequenceId, std::deque<Sequence>> together;
+  std::vector<SequenceId> order;
+  for (size_t i = 0; i < shared.size(); ++i) {
+    Sequence& one = waiting_[i];
+    one.prefix_tokens = shared[i];
+    one.prefix = one.line.number;
+    if (shared[i] > 0) {
+      const auto tokens = std::as_bytes(std::span(one.prompt).first(shared[i]));
+      one.prefix = base::checksum(tokens) | kPrefixBit;
+    }
+    std::deque<Sequence>& group = together[one.prefix];
+    if (group.empty()) order.push_back(one.prefix);
+    group.push_back(std::move(one));
+  }
+  waiting_.clear();
+  for (const SequenceId id : order) std::ranges::move(together[id], std::back_inserter(waiting_));
+}
+
 /// Takes in the first `count` of those that wait, if there is room for them.
 Status BatchJob::try_wave(uint64_t count) {
   std::vector<SequenceInput> inputs;
   uint64_t tokens = 0;
   for (size_t i = 0; i < count; ++i) {
     const Sequence& one = waiting_[i];
-    inputs.push_back({one.line.number, one.prompt, one.made, one.prompt.size() + one.made_max});
+    inputs.push_back({one.line.number, one.prompt, one.made, one.prompt.size() + one.made_max,
+                      one.prefix, one.prefix_tokens});
     tokens += one.prompt.size();
   }
   const Status taken = decoder_.admit(inputs);

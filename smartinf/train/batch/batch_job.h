@@ -64,6 +64,7 @@ struct BatchOptions {
   uint64_t longest = 0;    // tokens of a sequence that there is memory for
   std::vector<int64_t> end_tokens;
   uint64_t sequences = 64;  // at once, at most
+  uint64_t ahead = 64;      // prompts that wait beyond a wave, to find those that begin alike
   double save_every_s = 60;
   bool keep_journal = false;
   std::stop_token stop;
@@ -77,6 +78,7 @@ struct BatchProgress {
   uint64_t active = 0;    // now
   uint64_t lost = 0;      // sequences that were computed again
   uint64_t prompt_tokens = 0;
+  uint64_t shared_tokens = 0;  // of them, not computed: other prompts begin with them
   uint64_t tokens = 0;
   double prompt_seconds = 0;
   double token_seconds = 0;
@@ -99,6 +101,8 @@ class BatchJob {
     std::vector<int64_t> prompt;
     std::vector<int64_t> made;
     uint64_t made_max = 0;
+    SequenceId prefix = 0;
+    uint64_t prefix_tokens = 0;
     size_t lost_with = 0;  // tokens that it had when it was lost
     uint64_t lost = 0;     // times with so many
   };
@@ -109,6 +113,7 @@ class BatchJob {
   base::Status prepare(uint64_t count);
   base::Status prepare_line(uint64_t number);
   base::Result<std::vector<int64_t>> prompt_of(const PromptLine& line);
+  void find_prefixes();
   base::Status try_wave(uint64_t count);
   base::Status step();
   base::Status take_lost();
@@ -126,7 +131,7 @@ class BatchJob {
   Admission admission_;
   BatchProgress progress_;
   uint64_t next_line_ = 1;
-  std::deque<Sequence> waiting_;           // prepared: a wave at most, and lost ones
+  std::deque<Sequence> waiting_;           // prepared: a wave, those ahead, and lost ones
   std::map<SequenceId, Sequence> active_;  // by line
   uint64_t saved_ns_ = base::now_ns();
   bool said_unsaved_ = false;  // that keys and values cannot be saved

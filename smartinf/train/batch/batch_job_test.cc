@@ -35,6 +35,7 @@ class FakeDecoder final : public SequenceDecoder {
   uint64_t steps_left = 1u << 30;  // before it fails
   uint64_t loses_every = 0;        // so many sequences that it computes; 0: none is lost
   std::vector<size_t> waves;
+  std::vector<SequenceInput> inputs;  // as they came; prompts are gone
   std::multiset<SequenceId> prompts;  // each that was computed
 
   Status admit(std::span<const SequenceInput> sequences) override {
@@ -44,6 +45,7 @@ class FakeDecoder final : public SequenceDecoder {
     used_ = wanted;
     waves.push_back(sequences.size());
     for (const SequenceInput& one : sequences) {
+      inputs.push_back(one);
       Sequence& mine = sequences_.emplace_back(Sequence{one.id, one.tokens_max, {}});
       mine.tokens.assign(one.prompt.begin(), one.prompt.end());
       mine.tokens.insert(mine.tokens.end(), one.made.begin(), one.made.end());
@@ -176,6 +178,7 @@ class BatchJobTest : public ::testing::Test {
                         .longest = 0,
                         .end_tokens = {7},
                         .sequences = 8,
+                        .ahead = 64,
                         .save_every_s = 1e9,
                         .keep_journal = false,
                         .stop = {}};
@@ -330,6 +333,33 @@ TEST_F(BatchJobTest, WithoutRoomFewerAreTakenInAndNoneIsLost) {
   EXPECT_EQ(decoder_.waves.front(), 2u);  // of 8, 4, 2
 }
 
+TEST_F(BatchJobTest, PromptsThatBeginAlikeAreTakenInTogether) {
+  const auto line = [](char document, int question) {
+    return R"({"prompt": ")" + std::string(kPromptPart + 10, document) + std::to_string(question) +
+           R"(", "max_tokens": )" + std::to_string(2 + question) + "}";
+  };
+  write({line('a', 1), line('b', 20), line('a', 3), R"({"prompt": "x", "max_tokens": 9})",
+         line('b', 4), line('c', 5), line('a', 6)});
+  options_.positions = 1000;
+  options_.sequences = 2;
+  decoder_.room = 10000;
+  ASSERT_TRUE(run().ok());
+  const auto& inputs = decoder_.inputs;
+  ASSERT_EQ(inputs.size(), 7u);
+  std::vector<SequenceId> order;
+  for (const SequenceInput& one : inputs) {
+    order.push_back(one.id);
+    const bool shares = one.id != 4 && one.id != 6;
+    EXPECT_EQ(one.prefix_tokens, shares ? kPromptPart : 0) << one.id;
+    if (shares) EXPECT_TRUE(is_prefix(one.prefix));
+  }
+  EXPECT_THAT(order, ElementsAre(1, 3, 7, 2, 5, 4, 6));
+  EXPECT_EQ(inputs[0].prefix, inputs[1].prefix);
+  EXPECT_EQ(inputs[0].prefix, inputs[2].prefix) << "it joins later";
+  EXPECT_EQ(inputs[3].prefix, inputs[4].prefix);
+  EXPECT_NE(inputs[0].prefix, inputs[3].prefix);
+}
+
 TEST_F(BatchJobTest, LinesAreRefusedByTheModelsLimits) {
   write({R"({"id": "same", "tokens": [1]})", R"({"id": "same", "tokens": [2]})",
          R"({"tokens": [256]})", R"({"prompt": ")" + std::string(40, 'x') + R"("})",
@@ -373,6 +403,7 @@ TEST_F(BatchJobTest, AStopTextEndsAnAnswerBeforeIt) {
 
 TEST_F(BatchJobTest, PromptsThatChangeMeanwhileEndTheJob) {
   write_many();
+  options_.ahead = 0;
   on_progress_ = [&] {
     if (progress_.tokens == 0) return;
     std::fstream(prompts_, std::ios::in | std::ios::out).seekp(1100) << "zz";

@@ -229,8 +229,7 @@ Status JobFiles::check_same(const JobIdentity& wanted, const JobIdentity& notes)
   }
   for (const auto& [name, value] : found.items()) {
     const auto is_it = [&](const auto& one) { return one.first == name; };
-    const bool known =
-        std::ranges::any_of(wanted, is_it) || std::ranges::any_of(notes, is_it);
+    const bool known = std::ranges::any_of(wanted, is_it) || std::ranges::any_of(notes, is_it);
     if (!known) add(name, "not known", value.dump());
   }
   if (differ.empty()) return Status();

@@ -80,11 +80,12 @@ struct ReadTail {
   std::span<std::byte> block;
 };
 
-/// Folds a query over tokens [first_token, end_token) of whole blocks. Shapes, all f32: query:
-/// [heads][d]; state_in, state_out: [heads][2 + d]; state_in is where another fold stopped, empty:
-/// it begins. Reads only blocks that have such tokens. Errors: kNotFound; kCorrupt, a block is not
-/// what was written: its sequence's keys and values are to be computed again; kInvalidArgument; the
-/// drive's.
+/// Folds a query over tokens [first_token, end_token) of whole blocks, and before these over such
+/// of another sequence, the prefix. Shapes, all f32: query: [heads][d]; state_in, state_out:
+/// [heads][2 + d]; state_in is where another fold stopped, empty: it begins. Reads only blocks that
+/// have such tokens; those of the prefix once for the messages that come together. Errors:
+/// kNotFound; kCorrupt, a block is not what was written: its sequence's keys and values are to be
+/// computed again; kInvalidArgument; the drive's.
 struct Attend {
   static constexpr std::string_view kName = "attend";
   uint64_t id = 0;
@@ -94,6 +95,10 @@ struct Attend {
   std::span<const std::byte> query;
   std::span<const std::byte> state_in;
   std::span<std::byte> state_out;
+  uint64_t prefix_id = 0;
+  uint64_t prefix_first_token = 0;
+  uint64_t prefix_end_token = 0;  // 0: no prefix
+  bool more = false;  // the next message is an Attend of this layer and prefix, to come together
 };
 
 /// A hint that changes no result: the order in which Attends will come, over and over. The device
@@ -116,6 +121,14 @@ struct SaveCache {
 
 using CacheMessage = std::variant<OpenCache, OpenSequence, CloseSequence, AppendKeysValues,
                                   ReadTail, Attend, AttendOrder, SaveCache>;
+
+/// Whether a device's message is one of them.
+template <typename Message>
+bool is_cache_message(const Message& message) {
+  return [&]<typename... Messages>(const std::variant<Messages...>*) {
+    return (std::holds_alternative<Messages>(message) || ...);
+  }(static_cast<const CacheMessage*>(nullptr));
+}
 
 /// check() of it.
 base::Status check_shape(const OpenCache& message);
@@ -155,8 +168,10 @@ void describe(Wire& wire, ReadTail& message) {
 }
 template <typename Wire>
 void describe(Wire& wire, Attend& message) {
-  auto& [id, layer, first_token, end_token, query, state_in, state_out] = message;
-  wire(id, layer, first_token, end_token, query, state_in, state_out);
+  auto& [id, layer, first_token, end_token, query, state_in, state_out, prefix_id,
+         prefix_first_token, prefix_end_token, more] = message;
+  wire(id, layer, first_token, end_token, query, state_in, state_out, prefix_id, prefix_first_token,
+       prefix_end_token, more);
 }
 template <typename Wire>
 void describe(Wire& wire, LayerSequence& one) {

@@ -71,11 +71,7 @@ CacheAccess::~CacheAccess() {
   storage::leak_in_flight(std::move(scans_));
 }
 
-bool CacheAccess::serves(const Command& command) const {
-  return [&]<typename... Messages>(const std::variant<Messages...>*) {
-    return (std::holds_alternative<Messages>(command.message) || ...);
-  }(static_cast<const CacheMessage*>(nullptr));
-}
+bool CacheAccess::serves(const Command& command) const { return is_cache_message(command.message); }
 
 void CacheAccess::serve(Command& command, Status refusal) {
   if (refusal.ok() && parts_.options.cache_memory_bytes == 0) {
@@ -103,6 +99,7 @@ void CacheAccess::run() {
     if (closing_) {
       const Status closes(ErrorCode::kCancelled, "the device is closing");
       for (Command* command : std::exchange(commands_, {})) answer(*command, closes);
+      begin_gathered();
       for (auto attending = attending_.begin(); attending != attending_.end();) {
         Attending& one = *attending++;
         one.status = closes;
@@ -147,6 +144,7 @@ void CacheAccess::poll(std::unique_lock<std::mutex>& lock) {
 
 void CacheAccess::give_up(Status status) {
   broken_ = std::move(status);
+  begin_gathered();
   for (auto attending = attending_.begin(); attending != attending_.end();) {
     Attending& one = *attending++;
     one.status = broken_;
@@ -170,8 +168,10 @@ bool CacheAccess::try_serve(Command& command, std::unique_lock<std::mutex>& lock
     answer(command, Status(ErrorCode::kFailedPrecondition, "the cache is not open"));
     return true;
   }
-  if (const auto* message = command.as<Attend>()) {
-    attend(command, *message);
+  const auto* attends = command.as<Attend>();
+  if (attends == nullptr) begin_gathered();
+  if (attends != nullptr) {
+    attend(command, *attends);
     return true;
   }
   if (const auto* message = command.as<AppendKeysValues>()) return append(command, *message);
@@ -334,8 +334,11 @@ bool CacheAccess::close_sequence(Command& command, uint64_t id) {
     answer(command, no_sequence(id));
     return true;
   }
-  if (std::ranges::any_of(attending_,
-                          [&](const Attending& one) { return one.sequence->id == id; })) {
+  const auto uses = [&](const Attending& one) {
+    const auto asks = [&](const Asked& asked) { return asked.command->as<Attend>()->id == id; };
+    return one.sequence->id == id || std::ranges::any_of(one.asked, asks);
+  };
+  if (std::ranges::any_of(attending_, uses)) {
     answer(command, Status(ErrorCode::kFailedPrecondition,
                            "sequence " + std::to_string(id) + " is being read"));
     return true;
@@ -511,27 +514,46 @@ Status CacheAccess::read_tail(const ReadTail& message) {
 
 // ---- Queries.
 
-Status CacheAccess::check_attend(const Attend& message) const {
-  SI_ASSIGN_OR_RETURN(const CachedSequence* sequence, find(message.id));
-  const uint64_t query_bytes = uint64_t{shape_.heads} * shape_.block.head_width * sizeof(float);
-  const uint64_t state_bytes = shape_.state_floats() * sizeof(float);
-  if (message.layer >= sequence->layers.size() || message.query.size() != query_bytes ||
-      message.state_out.size() != state_bytes) {
-    return invalid("a query of another shape than the cache's");
-  }
-  const uint64_t there = sequence->layers[message.layer].sums.size() * kBlockTokens;
-  if (message.end_token % kBlockTokens == 0 && message.end_token <= there &&
-      message.first_token <= message.end_token) {
+Status CacheAccess::check_blocks(uint64_t id, uint32_t layer, uint64_t first_token,
+                                 uint64_t end_token) const {
+  SI_ASSIGN_OR_RETURN(const CachedSequence* sequence, find(id));
+  if (layer >= sequence->layers.size()) return invalid("a layer that the cache has not");
+  const uint64_t there = sequence->layers[layer].sums.size() * kBlockTokens;
+  if (end_token % kBlockTokens == 0 && end_token <= there && first_token <= end_token) {
     return Status();
   }
-  return invalid("sequence " + std::to_string(message.id) + " has blocks of " +
-                 std::to_string(there) + " tokens in layer " + std::to_string(message.layer) +
-                 ", and a query asks for " + std::to_string(message.first_token) + " to " +
-                 std::to_string(message.end_token));
+  return invalid("sequence " + std::to_string(id) + " has blocks of " + std::to_string(there) +
+                 " tokens in layer " + std::to_string(layer) + ", and a query asks for " +
+                 std::to_string(first_token) + " to " + std::to_string(end_token));
+}
+
+Status CacheAccess::check_attend(const Attend& message) const {
+  const uint64_t query_bytes = uint64_t{shape_.heads} * shape_.block.head_width * sizeof(float);
+  const uint64_t state_bytes = shape_.state_floats() * sizeof(float);
+  if (message.query.size() != query_bytes || message.state_out.size() != state_bytes) {
+    return invalid("a query of another shape than the cache's");
+  }
+  if (message.prefix_end_token > 0 && message.prefix_id == message.id) {
+    return invalid("a sequence that is its own prefix");
+  }
+  if (message.prefix_end_token > 0) {
+    SI_RETURN_IF_ERROR(check_blocks(message.prefix_id, message.layer, message.prefix_first_token,
+                                    message.prefix_end_token));
+  }
+  return check_blocks(message.id, message.layer, message.first_token, message.end_token);
 }
 
 void CacheAccess::attend(Command& command, const Attend& message) {
-  if (Status wrong = check_attend(message); !wrong.ok()) return answer(command, std::move(wrong));
+  if (!gathered_.empty()) {
+    const auto& before = *gathered_.front().command->as<Attend>();
+    const bool together = message.layer == before.layer && message.prefix_id == before.prefix_id &&
+                          message.prefix_end_token == before.prefix_end_token;
+    if (!together) begin_gathered();
+  }
+  if (Status wrong = check_attend(message); !wrong.ok()) {
+    if (!message.more) begin_gathered();
+    return answer(command, std::move(wrong));
+  }
   if (parts_.options.host_link_place != HostLinkPlace::kAtStore) {
     const uint64_t bytes = message.query.size() + message.state_in.size();
     parts_.host_traffic.add_down(base::TrafficKind::kCache, bytes);
@@ -545,38 +567,84 @@ void CacheAccess::attend(Command& command, const Attend& message) {
   } else {
     std::memcpy(state, message.state_in.data(), message.state_in.size());
   }
-  CachedSequence& sequence = *file_->find(message.id);
-  Attending& one = attending_.emplace_back();
-  one.command = &command;
-  one.sequence = &sequence;
-  one.layer = message.layer;
-  one.first_token = message.first_token;
-  one.query = {reinterpret_cast<const float*>(message.query.data()), state};
-  one.next = message.first_token / kBlockTokens;
-  one.end = message.end_token / kBlockTokens;
-  one.drive_end = std::clamp(on_drive(sequence, message.layer), one.next, one.end);
-  if (one.next < one.drive_end) {
-    one.scan = &scans_->take(sequence, message.layer, one.next, one.drive_end, &one);
+  const Asked asked{&command,
+                    message.prefix_first_token,
+                    {reinterpret_cast<const float*>(message.query.data()), state}};
+  if (message.prefix_end_token == 0) return begin_own(asked, false);
+  gathered_.push_back(asked);
+  if (!message.more) begin_gathered();
+}
+
+/// Nothing more comes to them.
+void CacheAccess::begin_gathered() {
+  if (gathered_.empty()) return;
+  const std::vector<Asked> all = std::exchange(gathered_, {});
+  const auto& message = *all.front().command->as<Attend>();
+  begin(message.prefix_id, message.layer, message.prefix_end_token, all);
+}
+
+/// A query over its own sequence's blocks.
+void CacheAccess::begin_own(const Asked& asked, bool after_prefix) {
+  const auto& message = *asked.command->as<Attend>();
+  if (after_prefix && message.first_token >= message.end_token) {
+    return answer(*asked.command, Status(), message.state_out.size());
   }
-  if (one.drive_end < one.end) {
-    for (Pending* pending : pending_of_.at({message.id, message.layer})) {
-      if (pending->place < one.drive_end || pending->place >= one.end) continue;
-      ++pending->users;
-      one.pending.push_back(pending);
+  const Asked own{asked.command, message.first_token, asked.query};
+  begin(message.id, message.layer, message.end_token, {&own, 1});
+}
+
+/// Queries over the same blocks, in as many parts as there are threads.
+void CacheAccess::begin(uint64_t id, uint32_t layer, uint64_t end_token,
+                        std::span<const Asked> asked) {
+  CachedSequence& sequence = *file_->find(id);
+  const uint64_t end = end_token / kBlockTokens;
+  const uint64_t first =
+      std::ranges::min_element(asked, {}, &Asked::first_token)->first_token / kBlockTokens;
+  const uint64_t drive_end = std::clamp(on_drive(sequence, layer), first, end);
+  const size_t parts = std::min(asked.size(), workers_->threads().size());
+  CacheScan* scan = nullptr;
+  std::vector<Attending*> begun;
+  for (size_t part = 0; part < parts; ++part) {
+    Attending& one = attending_.emplace_back();
+    const size_t from = part * asked.size() / parts;
+    const size_t to = (part + 1) * asked.size() / parts;
+    one.asked.assign(asked.begin() + static_cast<ptrdiff_t>(from),
+                     asked.begin() + static_cast<ptrdiff_t>(to));
+    one.sequence = &sequence;
+    one.layer = layer;
+    one.next = first;
+    one.drive_end = drive_end;
+    one.end = end;
+    one.status = broken_;
+    if (scan != nullptr) {
+      scans_->join(*scan, &one);
+    } else if (first < drive_end) {
+      scan = &scans_->take(sequence, layer, first, drive_end, &one);
     }
+    one.scan = scan;
+    if (drive_end < end) {
+      for (Pending* pending : pending_of_.at({id, layer})) {
+        if (pending->place < drive_end || pending->place >= end) continue;
+        ++pending->users;
+        one.pending.push_back(pending);
+      }
+    }
+    begun.push_back(&one);
   }
-  go_on(one);
+  for (Attending* one : begun) go_on(*one);
 }
 
 void CacheAccess::on_read(CacheChunk& chunk) {
   CacheScan* scan = scans_->finished(chunk);
-  if (scan != nullptr && scan->reader != nullptr) go_on(*static_cast<Attending*>(scan->reader));
+  if (scan == nullptr) return;
+  for (void* reader : scan->readers) go_on(*static_cast<Attending*>(reader));
 }
 
 bool CacheAccess::can_fold(const Attending& attending) const {
   if (!attending.status.ok() || attending.next >= attending.drive_end) return true;
   const CacheScan& scan = *attending.scan;
-  return !scan.status.ok() || (!scan.chunks.empty() && scan.chunks.front()->there);
+  const CacheChunk* chunk = scan.chunk(attending.chunks_used);
+  return !scan.status.ok() || (chunk != nullptr && chunk->there);
 }
 
 void CacheAccess::go_on(Attending& attending) {
@@ -602,10 +670,28 @@ void CacheAccess::fold(Attending* attending) {
   finish(*attending);
 }
 
+/// A block into all queries that see tokens of it; those that see the same ones together.
+void CacheAccess::fold_block(const Attending& attending, uint64_t block,
+                             std::span<const std::byte> memory, const std::byte* next_block) const {
+  std::vector<kernels::FoldQuery> queries;
+  for (size_t i = 0; i < attending.asked.size(); ++i) {
+    const auto range_of = [&](size_t asked) {
+      return kernels::range_in_block(block, attending.asked[asked].first_token,
+                                     attending.end * kBlockTokens);
+    };
+    kernels::FoldRange range = range_of(i);
+    queries.push_back(attending.asked[i].query);
+    if (i + 1 < attending.asked.size() && range_of(i + 1).first == range.first) continue;
+    range.next_block = next_block;
+    kernels::fold_block(shape_, memory, range, queries);
+    queries.clear();
+  }
+}
+
 Status CacheAccess::fold_chunk(Attending& attending, std::unique_lock<std::mutex>& lock) {
   CacheScan& scan = *attending.scan;
   SI_RETURN_IF_ERROR(scan.status);
-  const CacheChunk& chunk = *scan.chunks.front();
+  const CacheChunk& chunk = *scan.chunk(attending.chunks_used);
   const uint64_t end = std::min(attending.drive_end, chunk.first + chunk.blocks);
   const auto sums_begin = attending.sequence->layers[attending.layer].sums.begin();
   std::vector<uint64_t> sums;
@@ -624,15 +710,11 @@ Status CacheAccess::fold_chunk(Attending& attending, std::unique_lock<std::mutex
       status = file_->damaged(*attending.sequence, attending.layer, block);
       break;
     }
-    kernels::FoldRange range;
-    const uint64_t from = block * kBlockTokens;
-    range.first = static_cast<uint32_t>(std::max(attending.first_token, from) - from);
-    if (block + 1 < end) range.next_block = memory.data() + bytes;
-    kernels::fold_block(shape_, memory, range, {&attending.query, 1});
+    fold_block(attending, block, memory, block + 1 < end ? memory.data() + bytes : nullptr);
   }
   lock.lock();
   attending.next = std::max(end, begin);
-  scans_->pop(scan);
+  scans_->use(scan, attending.chunks_used++);
   wake();
   return status;
 }
@@ -640,10 +722,7 @@ Status CacheAccess::fold_chunk(Attending& attending, std::unique_lock<std::mutex
 void CacheAccess::fold_pending(Attending& attending, std::unique_lock<std::mutex>& lock) {
   Pending& pending = *attending.pending.front();
   lock.unlock();
-  kernels::FoldRange range;
-  const uint64_t from = attending.next * kBlockTokens;
-  range.first = static_cast<uint32_t>(std::max(attending.first_token, from) - from);
-  kernels::fold_block(shape_, pending.memory, range, {&attending.query, 1});
+  fold_block(attending, attending.next, pending.memory, nullptr);
   lock.lock();
   ++attending.next;
   attending.pending.pop_front();
@@ -652,16 +731,25 @@ void CacheAccess::fold_pending(Attending& attending, std::unique_lock<std::mutex
 }
 
 void CacheAccess::finish(Attending& attending) {
-  if (attending.scan != nullptr) scans_->drop(*attending.scan);
+  if (attending.scan != nullptr) {
+    scans_->leave(*attending.scan, &attending, attending.chunks_used);
+  }
   for (Pending* pending : attending.pending) {
     --pending->users;
     release(*pending);
   }
-  Command& command = *attending.command;
-  Status status = std::move(attending.status);
-  const uint64_t bytes = command.as<Attend>()->state_out.size();
+  const std::vector<Asked> all = std::move(attending.asked);
+  const Status status = std::move(attending.status);
+  const uint64_t folded = attending.sequence->id;
   attending_.remove_if([&](const Attending& one) { return &one == &attending; });
-  answer(command, std::move(status), bytes);
+  for (const Asked& asked : all) {
+    const auto& message = *asked.command->as<Attend>();
+    if (status.ok() && folded != message.id) {
+      begin_own(asked, true);
+    } else {
+      answer(*asked.command, status, message.state_out.size());
+    }
+  }
   wake();
 }
 

@@ -3,8 +3,9 @@
 //
 // A query is folded by one thread at a time, block after block in the order of its tokens: those
 // that the drive has as they are read, each right after its checksum was verified, and behind them
-// those that wait in memory to be written. Blocks are written when no query waits for a read, or
-// when half of the memory for them is in use.
+// those that wait in memory to be written; first all of a prefix, then those of its own sequence.
+// Queries that come together over one prefix share its reads, and are divided among the threads.
+// Blocks are written when no query waits for a read, or when half of the memory for them is in use.
 #pragma once
 
 #include <condition_variable>
@@ -62,16 +63,21 @@ class CacheAccess final : public BesideAccess {
   };
   using LayerKey = std::pair<uint64_t, uint32_t>;  // sequence, layer
 
-  /// A query that is being folded.
-  struct Attending {
+  /// A query with the first of its tokens in the sequence that is folded.
+  struct Asked {
     Command* command = nullptr;
+    uint64_t first_token = 0;
+    kernels::FoldQuery query;
+  };
+  /// Queries that are folded together over blocks of one sequence.
+  struct Attending {
+    std::vector<Asked> asked;
     const storage::CachedSequence* sequence = nullptr;
     uint32_t layer = 0;
     CacheScan* scan = nullptr;
-    uint64_t first_token = 0;
+    uint64_t chunks_used = 0;                   // of the scan
     uint64_t next = 0, drive_end = 0, end = 0;  // blocks: next to be folded; [next, drive_end) read
     std::deque<Pending*> pending;               // [drive_end, end)
-    kernels::FoldQuery query;
     bool folding = false;
     base::Status status;
   };
@@ -92,8 +98,13 @@ class CacheAccess final : public BesideAccess {
   base::Status check_append(const AppendKeysValues& message) const;
   void append_block(const AppendKeysValues& message, uint64_t block);
   base::Status read_tail(const ReadTail& message);
+  base::Status check_blocks(uint64_t id, uint32_t layer, uint64_t first_token,
+                            uint64_t end_token) const;
   base::Status check_attend(const Attend& message) const;
   void attend(Command& command, const Attend& message);
+  void begin_gathered();
+  void begin(uint64_t id, uint32_t layer, uint64_t end_token, std::span<const Asked> asked);
+  void begin_own(const Asked& asked, bool after_prefix);
   void start_writes();
   void poll(std::unique_lock<std::mutex>& lock);
   void on_written(Pending& pending);
@@ -106,6 +117,8 @@ class CacheAccess final : public BesideAccess {
 
   // On those that fold, or on the cache's.
   void fold(Attending* attending);
+  void fold_block(const Attending& attending, uint64_t block, std::span<const std::byte> memory,
+                  const std::byte* next_block) const;
   base::Status fold_chunk(Attending& attending, std::unique_lock<std::mutex>& lock);
   void fold_pending(Attending& attending, std::unique_lock<std::mutex>& lock);
   bool can_fold(const Attending& attending) const;
@@ -140,6 +153,7 @@ class CacheAccess final : public BesideAccess {
   std::deque<Pending*> to_write_;
   uint32_t writes_in_flight_ = 0;
   std::list<Attending> attending_;
+  std::vector<Asked> gathered_;  // that more are to come to, of one layer and prefix
   std::vector<Late> late_;  // on the host link
 
   std::optional<base::Worker<Attending*>> workers_;

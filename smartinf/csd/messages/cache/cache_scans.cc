@@ -52,8 +52,13 @@ CacheScan& CacheScans::take(CachedSequence& sequence, uint32_t layer, uint64_t f
   scan.layer = layer;
   scan.next = std::max(scan.next, first);
   scan.end = end;
-  scan.reader = reader;
+  join(scan, reader);
   return scan;
+}
+
+void CacheScans::join(CacheScan& scan, void* reader) {
+  scan.readers.push_back(reader);
+  for (CacheChunk* chunk : scan.chunks) ++chunk->readers;
 }
 
 void CacheScans::free(CacheChunk& chunk) {
@@ -62,9 +67,18 @@ void CacheScans::free(CacheChunk& chunk) {
   free_.push_back(&chunk);
 }
 
-void CacheScans::pop(CacheScan& scan) {
-  free(*scan.chunks.front());
-  scan.chunks.pop_front();
+void CacheScans::use(CacheScan& scan, uint64_t used_by_reader) {
+  --scan.chunk(used_by_reader)->readers;
+  free_used(scan);
+}
+
+/// Chunks that all readers have used; they are there.
+void CacheScans::free_used(CacheScan& scan) {
+  while (!scan.chunks.empty() && scan.chunks.front()->readers == 0) {
+    free(*scan.chunks.front());
+    scan.chunks.pop_front();
+    ++scan.used;
+  }
 }
 
 void CacheScans::discard(Scans& from, Scans::iterator scan) {
@@ -73,7 +87,6 @@ void CacheScans::discard(Scans& from, Scans::iterator scan) {
     free(*chunk);
     return true;
   });
-  scan->reader = nullptr;
   scan->end = scan->next;
   if (scan->in_flight == 0) {
     from.erase(scan);
@@ -82,9 +95,14 @@ void CacheScans::discard(Scans& from, Scans::iterator scan) {
   }
 }
 
-void CacheScans::drop(CacheScan& scan) {
-  discard(demanded_,
-          std::ranges::find_if(demanded_, [&](const CacheScan& one) { return &one == &scan; }));
+void CacheScans::leave(CacheScan& scan, void* reader, uint64_t used_by_reader) {
+  std::erase(scan.readers, reader);
+  if (scan.readers.empty()) {
+    return discard(demanded_, std::ranges::find_if(
+                                  demanded_, [&](const CacheScan& one) { return &one == &scan; }));
+  }
+  while (CacheChunk* chunk = scan.chunk(used_by_reader++)) --chunk->readers;
+  free_used(scan);
 }
 
 void CacheScans::forget(const CachedSequence& sequence) {
@@ -132,6 +150,7 @@ bool CacheScans::start_one(CacheScan& scan, bool may_evict) {
   free_.pop_back();
   const uint64_t block_bytes = file_.identity().block_bytes;
   chunk.scan = &scan;
+  chunk.readers = static_cast<uint32_t>(scan.readers.size());
   chunk.first = scan.next;
   chunk.blocks = std::min(chunk.memory.size() / block_bytes, scan.end - scan.next);
   chunk.there = false;

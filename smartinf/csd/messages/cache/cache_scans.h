@@ -29,6 +29,7 @@ struct CacheChunk {
   CacheScan* scan = nullptr;   // null: free
   uint64_t first = 0;          // block
   uint64_t blocks = 0;
+  uint32_t readers = 0;  // that have not used it
   bool there = false;
 };
 
@@ -38,9 +39,16 @@ struct CacheScan {
   uint32_t layer = 0;
   uint64_t first = 0, next = 0, end = 0;  // next: to be started
   std::deque<CacheChunk*> chunks;         // those that are not used up, in order
+  uint64_t used = 0;                      // chunks that are used up
   uint32_t in_flight = 0;
-  void* reader = nullptr;  // null: read ahead
-  base::Status status;     // of the first read that failed
+  std::vector<void*> readers;  // none: read ahead
+  base::Status status;         // of the first read that failed
+
+  /// The next one of a reader that has used so many; null: it is not started.
+  CacheChunk* chunk(uint64_t used_by_reader) const {
+    const uint64_t place = used_by_reader - used;
+    return place < chunks.size() ? chunks[place] : nullptr;
+  }
 };
 
 class CacheScans {
@@ -54,10 +62,12 @@ class CacheScans {
   /// blocks beyond both.
   CacheScan& take(storage::CachedSequence& sequence, uint32_t layer, uint64_t first, uint64_t end,
                   void* reader);
-  /// The first chunk of a scan is used up.
-  void pop(CacheScan& scan);
-  /// Nobody needs the rest.
-  void drop(CacheScan& scan);
+  /// One more reader of the same blocks, before any has used a chunk.
+  void join(CacheScan& scan, void* reader);
+  /// A reader has used its next chunk, after so many.
+  void use(CacheScan& scan, uint64_t used_by_reader);
+  /// A reader that has used so many needs no more.
+  void leave(CacheScan& scan, void* reader, uint64_t used_by_reader);
   /// Nothing is read ahead of a sequence any more.
   void forget(const storage::CachedSequence& sequence);
   void set_order(std::vector<LayerSequence> order);
@@ -75,6 +85,7 @@ class CacheScans {
   bool start_one(CacheScan& scan, bool may_evict);
   void read_ahead();
   bool evict();
+  void free_used(CacheScan& scan);
   void discard(Scans& from, Scans::iterator scan);
   void free(CacheChunk& chunk);
   Scans::iterator ahead(const storage::CachedSequence& sequence, uint32_t layer);

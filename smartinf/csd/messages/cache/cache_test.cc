@@ -53,15 +53,15 @@ class TestSequences {
   }
   /// The state after tokens [first, end), folded here.
   std::vector<float> folded(uint64_t id, uint32_t layer, uint64_t first, uint64_t end,
-                            const std::vector<float>& query) const {
-    std::vector<float> state(kShape.state_floats());
-    kernels::begin_fold(kShape, state.data());
+                            const std::vector<float>& query, std::vector<float> state = {}) const {
+    if (state.empty()) {
+      state.resize(kShape.state_floats());
+      kernels::begin_fold(kShape, state.data());
+    }
     const kernels::FoldQuery one{query.data(), state.data()};
     for (uint64_t block = first / kTokens; block < end / kTokens; ++block) {
       const std::vector<std::byte> bytes = blocks(id, layer, block, kTokens);
-      kernels::FoldRange range;
-      range.first = static_cast<uint32_t>(std::max(first, block * kTokens) - block * kTokens);
-      kernels::fold_block(kShape, bytes, range, {&one, 1});
+      kernels::fold_block(kShape, bytes, kernels::range_in_block(block, first, end), {&one, 1});
     }
     return state;
   }
@@ -229,6 +229,98 @@ TEST_P(DeviceCache, ManyQueriesAtOnceInTheOrderThatWasSaidOrInAnother) {
   step(backwards, 13);
 }
 
+TEST_P(DeviceCache, QueriesOverOnePrefixShareItsReads) {
+  constexpr uint64_t kPrefix = 1000;
+  constexpr uint64_t kShared = 60;  // blocks; the device has memory for 40
+  create_and_open();
+  ASSERT_FALSE(HasFatalFailure());
+  ASSERT_TRUE(open_sequence(kPrefix, kShared * kTokens).ok());
+  for (uint64_t block = 0; block < kShared; block += 4) append_to_all(kPrefix, block, 4 * kTokens);
+  for (uint64_t id = 1; id <= 5; ++id) {
+    ASSERT_TRUE(open_sequence(id, 5 * kTokens).ok());
+    if (id > 1) append_to_all(id, 0, (id - 1) * kTokens);
+  }
+  // The first sees nothing of its own, and the last one a part of the prefix.
+  const auto first_of = [](uint64_t id) { return id == 5 ? 7 * kTokens + 3 : 0; };
+  const auto expected = [&](uint64_t id, uint32_t layer, const std::vector<float>& query) {
+    auto state = data_.folded(kPrefix, layer, first_of(id), kShared * kTokens, query);
+    return data_.folded(id, layer, 0, (id - 1) * kTokens, query, state);
+  };
+  const auto attend_all = [&](uint32_t layer, uint64_t wrong = 0) {
+    std::vector<std::vector<float>> queries, states;
+    std::vector<Command> commands(5);
+    for (uint64_t id = 1; id <= 5; ++id) {
+      queries.push_back(TestSequences::query(id + layer));
+      states.emplace_back(kShape.state_floats());
+      Attend message = attend(id, layer, 0, (id - 1) * kTokens, queries.back(), states.back());
+      message.prefix_id = kPrefix;
+      message.prefix_first_token = first_of(id);
+      message.prefix_end_token = kShared * kTokens;
+      message.more = id < 5;
+      if (id == wrong) message.end_token += kTokens;
+      commands[id - 1].message = message;
+    }
+    for (Command& command : commands) driver_.start(command);
+    for (size_t i = 0; i < commands.size(); ++i) {
+      Completion done;
+      ASSERT_TRUE(driver_.queue.pop(done, std::chrono::seconds(100)));
+      const auto id = static_cast<uint64_t>(done.command - commands.data()) + 1;
+      const auto code = id == wrong ? base::ErrorCode::kInvalidArgument : base::ErrorCode::kOk;
+      ASSERT_EQ(done.status.code(), code) << done.status.to_string();
+      if (id == wrong) continue;
+      EXPECT_TRUE(states[id - 1] == expected(id, layer, queries[id - 1])) << "sequence " << id;
+    }
+  };
+  for (uint32_t layer = 0; layer < kLayers; ++layer) attend_all(layer);
+  ASSERT_TRUE(run(SaveCache{}).ok());
+  std::vector<LayerSequence> order;
+  for (uint32_t layer = 0; layer < kLayers; ++layer) {
+    for (const uint64_t id : {kPrefix, uint64_t{2}, uint64_t{3}, uint64_t{4}, uint64_t{5}}) {
+      order.push_back({layer, id});
+    }
+  }
+  const auto before = device_->store_traffic();
+  for (uint32_t layer = 0; layer < kLayers; ++layer) attend_all(layer);
+  const uint64_t once = kLayers * (kShared + 1 + 2 + 3 + 4) * data_.block_bytes();
+  if (!GetParam().fake) {
+    EXPECT_EQ(device_->store_traffic().since(before).up(base::TrafficKind::kCache), once);
+  }
+  ASSERT_TRUE(run(AttendOrder{order}).ok());
+  for (int i = 0; i < 3; ++i) {
+    for (uint32_t layer = 0; layer < kLayers; ++layer) attend_all(layer);
+  }
+  // A query that is refused holds up nobody, wherever it stands.
+  for (const uint64_t wrong : {1, 3, 5}) attend_all(0, wrong);
+  if (!GetParam().fake) {
+    EXPECT_EQ(run(AttendOrder{}).code(), base::ErrorCode::kOk);
+    const auto query = TestSequences::query(1);
+    std::vector<float> state(kShape.state_floats());
+    Attend message = attend(2, 0, 0, kTokens, query, state);
+    message.prefix_id = kPrefix;
+    message.prefix_end_token = kTokens;
+    message.more = true;
+    Command waits{message};
+    driver_.start(waits);
+    ASSERT_TRUE(run(AttendOrder{}).ok()) << "another message comes in place of more";
+    Completion done;
+    ASSERT_TRUE(driver_.queue.pop(done, std::chrono::seconds(100)));
+    EXPECT_TRUE(done.status.ok()) << done.status.to_string();
+  }
+  const auto query = TestSequences::query(1);
+  std::vector<float> state(kShape.state_floats());
+  Attend message = attend(2, 0, 0, kTokens, query, state);
+  message.prefix_end_token = kTokens;
+  message.prefix_id = 77;
+  EXPECT_EQ(run(message).code(), base::ErrorCode::kNotFound);
+  if (!GetParam().fake) {
+    message.prefix_id = 2;
+    EXPECT_EQ(run(message).code(), base::ErrorCode::kInvalidArgument) << "itself";
+  }
+  message.prefix_id = kPrefix;
+  message.prefix_end_token = (kShared + 1) * kTokens;
+  EXPECT_EQ(run(message).code(), base::ErrorCode::kInvalidArgument);
+}
+
 /// But for the fake device, which forgets and is never full.
 class DeviceCacheFile : public DeviceCache {};
 
@@ -366,6 +458,47 @@ TEST_P(DeviceCacheFaults, ABlockThatIsNotWhatWasWrittenIsNeverFolded) {
   faults_.what = Faults::What::kNothing;
   EXPECT_EQ(run(attend(2, 0, 0, 7 * kTokens, query, state)).code(), base::ErrorCode::kCorrupt);
   expect_attended(2, 0, 0, 6 * kTokens);
+}
+
+TEST_P(DeviceCacheFaults, ADamagedPrefixFailsThoseThatUseItAndASequencesOwnBlocksOnlyIt) {
+  ASSERT_TRUE(open_sequence(3, 20 * kTokens).ok());
+  append_to_all(3, 0, 2 * kTokens);
+  ASSERT_TRUE(run(SaveCache{}).ok());
+  const auto both = [&] {
+    const auto query = TestSequences::query(1);
+    std::vector<std::vector<float>> states(2, std::vector<float>(kShape.state_floats()));
+    std::vector<Command> commands(2);
+    for (const uint64_t id : {2, 3}) {
+      Attend message = attend(id, 0, 0, 2 * kTokens, query, states[id - 2]);
+      message.prefix_id = 1;
+      message.prefix_end_token = 6 * kTokens;
+      message.more = id == 2;
+      commands[id - 2].message = message;
+      driver_.start(commands[id - 2]);
+    }
+    std::vector<Status> said(2);
+    for (int i = 0; i < 2; ++i) {
+      Completion done;
+      EXPECT_TRUE(driver_.queue.pop(done, std::chrono::seconds(100)));
+      said[static_cast<size_t>(done.command - commands.data())] = done.status;
+    }
+    return said;
+  };
+  for (const Status& status : both()) EXPECT_TRUE(status.ok()) << status.to_string();
+  faults_.what = Faults::What::kFlipReads;
+  for (const Status& status : both()) {
+    EXPECT_EQ(status.code(), base::ErrorCode::kCorrupt);
+    EXPECT_NE(status.to_string().find("of sequence 1"), std::string::npos) << status.to_string();
+  }
+  // Behind the two reads of the prefix, and one more, the other one's own blocks.
+  faults_.after = 3;
+  const auto said = both();
+  faults_.what = Faults::What::kNothing;
+  ASSERT_NE(said[0].ok(), said[1].ok());
+  const std::string failed = said[said[0].ok() ? 1 : 0].to_string();
+  const std::string named = said[0].ok() ? "of sequence 3" : "of sequence 2";
+  EXPECT_NE(failed.find(named), std::string::npos) << failed;
+  for (const Status& status : both()) EXPECT_TRUE(status.ok()) << status.to_string();
 }
 
 TEST_P(DeviceCacheFaults, BlocksThatAreNotWrittenYetAreFoldedFromMemory) {

@@ -14,11 +14,7 @@ namespace smartinf::csd {
 /// What was appended is saved at once. Hints do nothing.
 class FakeCache final : public FakeAccess {
  public:
-  bool serves(const Command& command) const override {
-    return [&]<typename... Messages>(const std::variant<Messages...>*) {
-      return (std::holds_alternative<Messages>(command.message) || ...);
-    }(static_cast<const CacheMessage*>(nullptr));
-  }
+  bool serves(const Command& command) const override { return is_cache_message(command.message); }
   base::Status carry_out(const Command& command) override {
     if (const auto* open = command.as<OpenCache>()) {
       layers_ = open->layers;
@@ -83,29 +79,34 @@ class FakeCache final : public FakeAccess {
     return base::Status();
   }
   base::Status attend(const Attend& attend) {
-    const Layer* layer = find(attend.id, attend.layer);
-    if (layer == nullptr) return not_found();
-    constexpr uint64_t kTokens = kernels::kCacheBlockTokens;
-    const uint64_t first = attend.first_token / kTokens;
-    const uint64_t end = attend.end_token / kTokens;
-    if (attend.end_token % kTokens != 0 || end * block_bytes() > layer->blocks.size()) {
-      return base::Status(base::ErrorCode::kInvalidArgument, "it is not there");
-    }
     auto* state = reinterpret_cast<float*>(attend.state_out.data());
     kernels::begin_fold(shape_, state);
     if (!attend.state_in.empty()) std::ranges::copy(attend.state_in, attend.state_out.begin());
     const kernels::FoldQuery query{reinterpret_cast<const float*>(attend.query.data()), state};
-    for (uint64_t block = first; block < end; ++block) {
-      kernels::FoldRange range;
-      range.first =
-          static_cast<uint32_t>(std::max(attend.first_token, block * kTokens) - block * kTokens);
-      kernels::fold_block(shape_,
-                          std::span(layer->blocks).subspan(block * block_bytes(), block_bytes()),
-                          range, {&query, 1});
+    if (attend.prefix_end_token > 0) {
+      SI_RETURN_IF_ERROR(fold(find(attend.prefix_id, attend.layer), attend.prefix_first_token,
+                              attend.prefix_end_token, query));
     }
+    SI_RETURN_IF_ERROR(
+        fold(find(attend.id, attend.layer), attend.first_token, attend.end_token, query));
     host->add_down(base::TrafficKind::kCache, attend.query.size() + attend.state_in.size());
     host->add_up(base::TrafficKind::kCache, attend.state_out.size());
-    store->add_up(base::TrafficKind::kCache, (end - first) * block_bytes());
+    return base::Status();
+  }
+  base::Status fold(const Layer* layer, uint64_t first_token, uint64_t end_token,
+                    const kernels::FoldQuery& query) {
+    if (layer == nullptr) return not_found();
+    constexpr uint64_t kTokens = kernels::kCacheBlockTokens;
+    const uint64_t end = end_token / kTokens;
+    if (end_token % kTokens != 0 || end * block_bytes() > layer->blocks.size()) {
+      return base::Status(base::ErrorCode::kInvalidArgument, "it is not there");
+    }
+    for (uint64_t block = first_token / kTokens; block < end; ++block) {
+      kernels::fold_block(shape_,
+                          std::span(layer->blocks).subspan(block * block_bytes(), block_bytes()),
+                          kernels::range_in_block(block, first_token, end_token), {&query, 1});
+      store->add_up(base::TrafficKind::kCache, block_bytes());
+    }
     return base::Status();
   }
   base::Status read_tail(const ReadTail& read) {

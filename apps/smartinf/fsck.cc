@@ -10,11 +10,13 @@
 #include "smartinf/base/units.h"
 #include "smartinf/engine/local_source.h"
 #include "smartinf/engine/run_description.h"
+#include "smartinf/engine/smallest_state.h"
 
 #include "apps/smartinf/commands.h"
 #include "apps/smartinf/interrupt.h"
 #include "apps/smartinf/progress.h"
 #include "apps/smartinf/remote_flags.h"
+#include "apps/smartinf/saved_cache.h"
 #include "apps/smartinf/state_places.h"
 
 namespace smartinf::apps {
@@ -42,6 +44,10 @@ struct CheckedDevice {
   Status failure;  // failure of the check itself, which did not come to its end
   storage::CheckReport report;
   std::vector<StoreFault> faults;  // the first kFaultsShownMax
+  SavedCache cache;                // keys and values beside the state
+  Status cache_failure;            // of their check, which did not come to its end
+  uint64_t cache_faults = 0;
+  std::vector<std::string> cache_shown;  // of them, the first kFaultsShownMax
   uint64_t faults_that_stay() const { return report.faults - report.faults_repaired; }
 };
 
@@ -85,7 +91,9 @@ Agreement compare(const engine::DeviceSources& devices) {
 /// it no run opens.
 std::optional<StoreFault> description_fault(engine::DeviceSource& source) {
   const auto store = source.summarize();
-  if (!store.ok() || store->layout.description.empty()) return std::nullopt;
+  if (!store.ok() || store->layout.description.empty() || engine::is_smallest(store->layout)) {
+    return std::nullopt;
+  }
   const auto run = engine::run_description_from_json(store->layout.description);
   if (run.ok()) return std::nullopt;
   return StoreFault{
@@ -128,6 +136,50 @@ CheckedDevice check(engine::DeviceSource& source, const FsckFlags& flags, uint64
     device.failure = report.status();
   }
   return device;
+}
+
+/// Keys and values that a batch job has saved there.
+void check_cache(CheckedDevice& device, const FsckFlags& flags, Progress& progress) {
+  Result<SavedCache> cache = saved_cache(device.path);
+  if (!cache.ok()) {
+    device.cache_failure = cache.status();
+    return;
+  }
+  device.cache = std::move(*cache);
+  if (device.cache.file == nullptr) return;
+  const auto lock = storage::lock_container(device.path);
+  if (!lock.ok()) {
+    device.cache_failure = lock.status();
+    return;
+  }
+  progress.rename("checking keys and values of " + device.path);
+  device.cache_failure = device.cache.file->verify(
+      [&](uint64_t done, uint64_t total) { return progress(done, total); },
+      [&](const Status& found) {
+        if (++device.cache_faults > kFaultsShownMax) return;
+        device.cache_shown.push_back(found.to_string());
+        if (flags.json) return;
+        progress.clear();
+        std::printf("damaged: keys and values: %s\n", device.cache_shown.back().c_str());
+      });
+  progress.clear();
+}
+
+void print_cache(const CheckedDevice& device) {
+  if (!device.cache_failure.ok()) {
+    std::printf("%s: keys and values: not checked: %s\n", device.path.c_str(),
+                device.cache_failure.to_string().c_str());
+    return;
+  }
+  if (device.cache.file == nullptr) return;
+  std::printf("%s: keys and values: %s checked: %s\n", device.path.c_str(),
+              cache_text(device.cache).c_str(),
+              device.cache_faults == 0
+                  ? "sound"
+                  : fmt::format("{} blocks damaged; when the job goes on, it computes their "
+                                "sequences again",
+                                device.cache_faults)
+                        .c_str());
 }
 
 void print_device(const CheckedDevice& device) {
@@ -197,6 +249,14 @@ nlohmann::ordered_json to_json(const CheckedDevice& device) {
   json["state_lost"] = report.state_lost;
   json["faults"] = nlohmann::ordered_json::array();
   for (const StoreFault& fault : device.faults) json["faults"].push_back(to_json(fault));
+  if (!device.cache_failure.ok()) {
+    json["keys_and_values"] = {{"error", device.cache_failure.to_string()}};
+  } else if (device.cache.file != nullptr) {
+    json["keys_and_values"] = {{"sequences", device.cache.sequences},
+                               {"bytes_read", device.cache.saved_bytes},
+                               {"faults_found", device.cache_faults},
+                               {"faults", device.cache_shown}};
+  }
   return json;
 }
 
@@ -215,11 +275,15 @@ int run_fsck(FsckFlags& flags) {
   bool sound = agreement.problem.ok();
   for (const auto& source : sources) {
     devices.push_back(check(*source, flags, *memory_bytes, agreement.step, progress));
-    const CheckedDevice& device = devices.back();
+    CheckedDevice& device = devices.back();
     if (device.failure.code() == ErrorCode::kCancelled) return report(device.failure);
     if (!flags.json) print_device(device);
+    if (device.failure.ok()) check_cache(device, flags, progress);
+    if (device.cache_failure.code() == ErrorCode::kCancelled) return report(device.cache_failure);
+    if (!flags.json) print_cache(device);
     sound = sound && device.failure.ok() && device.faults_that_stay() == 0 &&
-            !device.report.state_lost && !device.report.state.torn;
+            !device.report.state_lost && !device.report.state.torn && device.cache_failure.ok() &&
+            device.cache_faults == 0;
   }
   if (flags.json) {
     nlohmann::ordered_json json{{"sound", sound}};

@@ -20,12 +20,15 @@
 #include "smartinf/engine/checkpoint.h"
 #include "smartinf/engine/found_run.h"
 #include "smartinf/engine/local_source.h"
+#include "smartinf/engine/smallest_state.h"
 #include "smartinf/storage/container.h"
+#include "smartinf/storage/erase.h"
 #include "smartinf/train/export.h"
 #include "smartinf/train/run_folder.h"
 
 #include "apps/smartinf/commands.h"
 #include "apps/smartinf/remote_flags.h"
+#include "apps/smartinf/saved_cache.h"
 #include "apps/smartinf/state_places.h"
 
 namespace smartinf::apps {
@@ -47,6 +50,7 @@ struct GcFlags {
   std::vector<std::string> places;
   std::vector<std::string> runs;  // whose whole states are to be deleted
   bool states = false;
+  bool caches = false;
   bool yes = false;
   bool json = false;
   serve::RemoteOptions remote;
@@ -57,6 +61,7 @@ enum class LeftoverKind : uint8_t {
   kUnfinished,  // a state that never got its first step
   kPartial,     // a checkpoint that was not completed
   kExport,      // an export that was not completed
+  kCache,       // keys and values of a batch job
   kState,       // a whole state that no run's folder speaks of
 };
 const char* kind_text(LeftoverKind kind) {
@@ -68,6 +73,8 @@ const char* kind_text(LeftoverKind kind) {
       return "interrupted checkpoint";
     case LeftoverKind::kExport:
       return "interrupted export";
+    case LeftoverKind::kCache:
+      return "keys and values of a batch job";
     case LeftoverKind::kState:
       return "state without a run's folder";
   }
@@ -241,6 +248,26 @@ void look_at_state(const fs::path& device, const GcFlags& flags, const Named& na
   }
 }
 
+/// Keys and values beside a state, which nobody has open. True: the state was made for them.
+bool look_at_cache(const fs::path& device, const GcFlags& flags, Findings& findings) {
+  const fs::path file = device / storage::kCacheFileName;
+  if (!is_there(file)) return false;
+  const auto source = engine::sources_at({device.string()}, storage::RingKind::kAuto);
+  const auto summary = source.front()->summarize();
+  const auto cache = saved_cache(device.string());
+  const std::string what = cache.ok() && cache->file != nullptr
+                               ? cache->file->identity().text + ", " + cache_text(*cache)
+                               : "nothing that was saved";
+  if (flags.caches) {
+    findings.leftovers.push_back({LeftoverKind::kCache, device, bytes_on_drive(file), what});
+  } else {
+    findings.kept.push_back(
+        {device, bytes_on_drive(file),
+         "keys and values of " + what + "; --caches deletes them, and the job goes on without"});
+  }
+  return summary.ok() && engine::is_smallest(summary->layout);
+}
+
 /// A server shows what its device holds, and no files beside it. Errors: why it does not.
 Status look_at_remote(const std::string& url, const GcFlags& flags, const Named& named,
                       Findings& findings) {
@@ -298,7 +325,9 @@ void look_at(const fs::path& folder, const GcFlags& flags, int depth, const Name
     findings.leftovers.push_back(
         {LeftoverKind::kCreating, folder, bytes_on_drive(folder / storage::kCreatingFileName), ""});
   }
-  if (state) look_at_state(folder, flags, named, findings);
+  if (state && !look_at_cache(folder, flags, findings)) {
+    look_at_state(folder, flags, named, findings);
+  }
   if (depth == kDepthMax) return;
   std::error_code error;
   std::vector<fs::path> below;
@@ -325,6 +354,12 @@ Status remove(const Leftover& leftover, const serve::RemoteOptions& options) {
   const bool remote = serve::is_remote(path);
   if (leftover.kind == LeftoverKind::kPartial) return engine::remove_partial(path);
   if (leftover.kind == LeftoverKind::kExport) return train::remove_partial_export(path);
+  if (leftover.kind == LeftoverKind::kCache) {
+    const auto source = engine::sources_at({path}, storage::RingKind::kAuto);
+    const auto summary = source.front()->summarize();
+    const bool for_it = summary.ok() && engine::is_smallest(summary->layout);
+    return for_it ? storage::erase_store(path) : storage::erase_cache(path);
+  }
   std::optional<storage::ContainerLock> lock;  // a server's device has its own
   if (!remote) {
     SI_ASSIGN_OR_RETURN(lock, storage::lock_container(path));
@@ -537,6 +572,8 @@ void add_gc(CLI::App& app, Run& run) {
       "--states", flags->states,
       "Also ask about complete states that no folder of a run, checkpoint or recipe names; "
       "each is deleted only when you enter the id of its run");
+  command->add_flag("--caches", flags->caches,
+                    "Also keys and values of batch jobs, done or not, that are not running");
   command->add_flag("--yes", flags->yes, "Delete what was interrupted, without asking");
   command
       ->add_option(

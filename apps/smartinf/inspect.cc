@@ -12,10 +12,12 @@
 #include "smartinf/engine/found_run.h"
 #include "smartinf/engine/local_source.h"
 #include "smartinf/engine/run_description.h"
+#include "smartinf/engine/smallest_state.h"
 
 #include "apps/smartinf/commands.h"
 #include "apps/smartinf/machine.h"
 #include "apps/smartinf/remote_flags.h"
+#include "apps/smartinf/saved_cache.h"
 #include "apps/smartinf/state_places.h"
 #include "apps/smartinf/wear.h"
 
@@ -40,6 +42,9 @@ struct Contents {
   engine::RunDescription run;
   uint64_t elements = 0;      // on this device
   uint64_t subgroup_max = 0;  // elements of the largest subgroup
+  bool no_run = false;        // the state is there for what lies beside it
+  SavedCache cache;           // keys and values beside the state
+  std::string cache_error;    // why they cannot be read
 };
 
 base::Result<Contents> read_contents(const std::string& device,
@@ -49,6 +54,12 @@ base::Result<Contents> read_contents(const std::string& device,
   const engine::DeviceSources source =
       engine::sources_at({device}, storage::RingKind::kAuto, remote);
   SI_ASSIGN_OR_RETURN(contents.store, source.front()->summarize());
+  base::Result<SavedCache> cache = saved_cache(device);
+  if (cache.ok()) {
+    contents.cache = std::move(*cache);
+  } else {
+    contents.cache_error = cache.status().to_string();
+  }
   if (const auto found = engine::find_run(source)) {
     contents.owner = owner_text(owner_of(found->client_metadata));
   }
@@ -56,7 +67,8 @@ base::Result<Contents> read_contents(const std::string& device,
     contents.elements += subgroup.count;
     contents.subgroup_max = std::max(contents.subgroup_max, subgroup.count);
   }
-  if (contents.store.layout.description.empty()) return contents;
+  contents.no_run = engine::is_smallest(contents.store.layout);
+  if (contents.store.layout.description.empty() || contents.no_run) return contents;
   SI_ASSIGN_OR_RETURN(contents.run,
                       engine::run_description_from_json(contents.store.layout.description));
   return contents;
@@ -96,6 +108,47 @@ void print_line(const char* name, const std::string& value) {
   std::printf("%-16s %s\n", name, value.c_str());
 }
 
+void print_cache(const Contents& contents) {
+  if (!contents.cache_error.empty()) print_line("keys and values", contents.cache_error);
+  const SavedCache& cache = contents.cache;
+  if (cache.file == nullptr) return;
+  const storage::CacheIdentity& identity = cache.file->identity();
+  print_line("keys and values",
+             fmt::format("{}; {} in {}, last written {}", cache_text(cache), cache.file->path(),
+                         base::format_bytes(cache.file_bytes), time_text(cache.written_seconds)));
+  print_line("", fmt::format("{}, job {}, device {} of {} (counted from 0), save {}", identity.text,
+                             identity.job.to_string(), identity.device_index, identity.device_count,
+                             cache.file->saves()));
+  print_line("", fmt::format("{} layers, blocks of {} tokens in {}", identity.layers,
+                             identity.block_tokens, base::format_bytes(identity.block_bytes)));
+}
+
+nlohmann::json cache_to_json(const Contents& contents) {
+  if (!contents.cache_error.empty()) return {{"error", contents.cache_error}};
+  const SavedCache& cache = contents.cache;
+  const storage::CacheIdentity& identity = cache.file->identity();
+  nlohmann::json sequences = nlohmann::json::array();
+  for (const auto& [id, sequence] : cache.file->sequences()) {
+    sequences.push_back({{"id", id},
+                         {"tokens_max", sequence.tokens_max},
+                         {"saved_bytes", cache.file->saved_bytes(sequence)}});
+  }
+  return {{"file", cache.file->path()},
+          {"file_bytes", cache.file_bytes},
+          {"job", identity.job.to_string()},
+          {"identity", identity.text},
+          {"device_index", identity.device_index},
+          {"device_count", identity.device_count},
+          {"layers", identity.layers},
+          {"block_tokens", identity.block_tokens},
+          {"block_bytes", identity.block_bytes},
+          {"saves", cache.file->saves()},
+          {"written_seconds", cache.written_seconds},
+          {"tokens", cache.tokens},
+          {"saved_bytes", cache.saved_bytes},
+          {"sequences", sequences}};
+}
+
 void print_contents(const InspectFlags& flags, const Contents& contents) {
   const storage::StoreSummary& store = contents.store;
   const storage::StoreState& state = store.state;
@@ -106,6 +159,7 @@ void print_contents(const InspectFlags& flags, const Contents& contents) {
              fmt::format("{}, device {} of {} (counted from 0), made {}", state.run.to_string(),
                          state.device_index, state.device_count, time_text(store.created_seconds)));
   if (!contents.owner.empty()) print_line("belongs to", contents.owner);
+  print_cache(contents);
   if (store.superblock_copies_damaged > 0) {
     print_line("damage", fmt::format("{} of {} superblock copies; the next steps overwrite them",
                                      store.superblock_copies_damaged, store.superblock_copies));
@@ -132,6 +186,7 @@ void print_contents(const InspectFlags& flags, const Contents& contents) {
                                           : "not crash-safe (one slot)"));
   print_line("written ever",
              wear_text(store.bytes_written_ever, contents.rated_bytes, contents.drive));
+  if (contents.no_run) return print_line("parameters", "none: the state is there for a lock alone");
   const plan::ParameterSpace& space = contents.run.space;
   print_line("parameters",
              fmt::format("{} of the run's {} ({:.1f}%), in {} subgroups of at most {}",
@@ -195,6 +250,9 @@ nlohmann::json to_json(const InspectFlags& flags, const Contents& contents) {
                         {"elements", range.count},
                         {"elements_here", elements_here(store.layout, range)}});
     }
+  }
+  if (contents.cache.file != nullptr || !contents.cache_error.empty()) {
+    json["keys_and_values"] = cache_to_json(contents);
   }
   if (contents.rated_bytes > 0) json["rated_endurance_bytes"] = contents.rated_bytes;
   if (contents.drive.wear_share) json["drive_wear_share"] = *contents.drive.wear_share;

@@ -93,6 +93,16 @@ Status mismatch(const CacheIdentity& found, const CacheIdentity& wanted, const s
       base::ErrorPlace{path, {}, {}, 0});
 }
 
+Status check(const CacheIdentity& identity) {
+  if (identity.layers > 0 && identity.block_tokens > 0 && identity.block_bytes > 0 &&
+      identity.block_bytes % base::kIoAlignment == 0 &&
+      identity.block_bytes <= kFileBytesMax / identity.layers &&
+      identity.text.size() <= kCacheIdentityBytesMax) {
+    return Status();
+  }
+  return Status(ErrorCode::kInvalidArgument, "a cache of no layers, or of blocks of no size");
+}
+
 /// The same job's, of other devices than it has now.
 bool of_other_devices(CacheIdentity found, const CacheIdentity& wanted) {
   found.device_index = wanted.device_index;
@@ -108,34 +118,45 @@ CacheFile::CacheFile(CachePlace place, CacheIdentity identity, uint64_t bytes_ma
       descriptor_(std::move(place.descriptor)),
       queue_(std::make_unique<TransferQueue>(std::move(place.ring), place.file,
                                              std::move(place.path), place.direct, watchdog)),
-      identity_(std::move(identity)),
       bytes_max_(bytes_max),
       size_bytes_(place.size_bytes),
       traffic_(traffic) {
+  take_identity(std::move(identity));
+  used_[0] = kCacheDataOffset;
+}
+
+void CacheFile::take_identity(CacheIdentity identity) {
+  identity_ = std::move(identity);
   uint64_t words[2];
   std::memcpy(words, identity_.job.bytes.data(), sizeof words);
   seed_ = base::mix_seed(base::mix_seed(words[0], words[1]), identity_.device_index);
-  used_[0] = kCacheDataOffset;
 }
 
 Result<std::unique_ptr<CacheFile>> CacheFile::open(CachePlace place, CacheIdentity identity,
                                                    uint64_t bytes_max,
                                                    std::chrono::nanoseconds watchdog,
                                                    base::TrafficCounter& traffic) {
-  if (identity.layers == 0 || identity.block_tokens == 0 || identity.block_bytes == 0 ||
-      identity.block_bytes % base::kIoAlignment != 0 ||
-      identity.block_bytes > kFileBytesMax / identity.layers ||
-      identity.text.size() > kCacheIdentityBytesMax) {
-    return Status(ErrorCode::kInvalidArgument, "a cache of no layers, or of blocks of no size");
-  }
+  SI_RETURN_IF_ERROR(check(identity));
   if (place.size_bytes < kCacheDataOffset) {
     return no_space(kUse, place.path, kCacheDataOffset, place.size_bytes);
   }
   std::unique_ptr<CacheFile> file(
       new CacheFile(std::move(place), std::move(identity), bytes_max, watchdog, traffic));
   SI_ASSIGN_OR_RETURN(file->memory_, base::AlignedBuffer::allocate(kCacheHeaderBytes));
-  SI_RETURN_IF_ERROR(file->load());
+  SI_RETURN_IF_ERROR(file->load(/*whoever=*/false));
   return file;
+}
+
+Result<std::unique_ptr<CacheFile>> CacheFile::open_saved(const std::string& directory) {
+  static base::TrafficCounter ignored;
+  SI_ASSIGN_OR_RETURN(CachePlace place, open_cache_to_read(directory));
+  std::unique_ptr<CacheFile> file(
+      new CacheFile(std::move(place), {}, 0, std::chrono::minutes(1), ignored));
+  SI_ASSIGN_OR_RETURN(file->memory_, base::AlignedBuffer::allocate(kCacheHeaderBytes));
+  SI_RETURN_IF_ERROR(file->load(/*whoever=*/true));
+  if (file->saves() > 0) return file;
+  return Status(ErrorCode::kNotFound, "no keys and values were saved", {},
+                base::ErrorPlace{file->path(), {}, {}, 0});
 }
 
 Status CacheFile::erase(CachePlace& place) {
@@ -157,8 +178,8 @@ Status CacheFile::run(IoOp op, uint64_t offset_bytes, std::span<std::byte> bytes
   return Status();
 }
 
-/// Takes up the newest save that is whole.
-Status CacheFile::load() {
+/// Takes up the newest save that is whole. whoever: of whatever job.
+Status CacheFile::load(bool whoever) {
   std::array<std::optional<CacheHeader>, 2> headers;
   bool something = false;
   for (size_t i = 0; i < 2; ++i) {
@@ -174,7 +195,7 @@ Status CacheFile::load() {
                                 headers[i]->version, kCacheFormatVersion),
                     "Use a newer smartinf, or start afresh.", base::ErrorPlace{path(), {}, {}, 0});
     }
-    if (!headers[i] || headers[i]->identity == identity_) continue;
+    if (!headers[i] || headers[i]->identity == identity_ || whoever) continue;
     if (of_other_devices(headers[i]->identity, identity_)) return forget_all();
     return mismatch(headers[i]->identity, identity_, path());
   }
@@ -182,7 +203,8 @@ Status CacheFile::load() {
   std::ranges::sort(
       headers, [](const auto& a, const auto& b) { return (a ? a->mark : 0) > (b ? b->mark : 0); });
   for (const std::optional<CacheHeader>& header : headers) {
-    if (!header) continue;
+    if (!header || !check(header->identity).ok()) continue;
+    take_identity(header->identity);
     if (read_table(*header).ok()) {
       mark_ = header->mark;
       return Status();
@@ -349,6 +371,54 @@ void CacheFile::remove(uint64_t id) {
   if (found == sequences_.end()) return;
   used_.erase(found->second.offset_bytes);
   sequences_.erase(found);
+}
+
+uint64_t CacheFile::saved_bytes(const CachedSequence& sequence) const {
+  uint64_t blocks = 0;
+  for (const CachedLayer& layer : sequence.layers) {
+    blocks += layer.sums.size() + (layer.tail_tokens > 0 ? 1 : 0);
+  }
+  return blocks * identity_.block_bytes;
+}
+
+Status CacheFile::verify(const std::function<Status(uint64_t, uint64_t)>& progress,
+                         const std::function<void(const Status&)>& found) {
+  constexpr uint64_t kReadBytes = 4 * base::kMiB;
+  const uint64_t bytes = identity_.block_bytes;
+  const uint64_t at_once = std::max<uint64_t>(1, kReadBytes / bytes);
+  SI_ASSIGN_OR_RETURN(memory_, base::AlignedBuffer::allocate(at_once * bytes));
+  uint64_t all = 0;
+  uint64_t done = 0;
+  for (const auto& [id, sequence] : sequences_) all += saved_bytes(sequence);
+  const auto verify_some = [&](const CachedSequence& sequence, uint32_t layer, uint64_t first,
+                               std::span<const uint64_t> sums) {
+    const auto some = memory_.bytes().first(sums.size() * bytes);
+    const Status read =
+        queue_->run(IoOp::kRead, place_offset(sequence, layer, first), some, memory_);
+    if (!read.ok()) found(read);
+    for (uint64_t i = 0; i < sums.size() && read.ok(); ++i) {
+      const auto block = some.subspan(i * bytes, bytes);
+      if (checksum(sequence.id, layer, first + i, block) != sums[i]) {
+        found(damaged(sequence, layer, first + i));
+      }
+    }
+    done += some.size();
+    return progress(done, all);
+  };
+  for (const auto& [id, sequence] : sequences_) {
+    for (uint32_t l = 0; l < sequence.layers.size(); ++l) {
+      const CachedLayer& layer = sequence.layers[l];
+      const std::span<const uint64_t> sums = layer.sums;
+      for (uint64_t first = 0; first < sums.size(); first += at_once) {
+        const auto some = sums.subspan(first, std::min(at_once, sums.size() - first));
+        SI_RETURN_IF_ERROR(verify_some(sequence, l, first, some));
+      }
+      if (layer.tail_tokens == 0) continue;
+      const uint64_t place = blocks(sequence) + layer.tail_place;
+      SI_RETURN_IF_ERROR(verify_some(sequence, l, place, {&layer.tail_sum, 1}));
+    }
+  }
+  return Status();
 }
 
 Status CacheFile::save() {

@@ -12,6 +12,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <optional>
@@ -77,6 +78,9 @@ class CacheFile {
                                                        uint64_t bytes_max,
                                                        std::chrono::nanoseconds watchdog,
                                                        base::TrafficCounter& traffic);
+  /// The last save of whatever job in a directory, to be looked at: nothing is locked or written.
+  /// Errors: kNotFound; otherwise as above.
+  static base::Result<std::unique_ptr<CacheFile>> open_saved(const std::string& directory);
   /// Forgets whatever a file holds.
   static base::Status erase(CachePlace& place);
 
@@ -103,6 +107,13 @@ class CacheFile {
   base::Status save();
   uint64_t saves() const { return mark_; }
 
+  /// Bytes of a sequence's blocks.
+  uint64_t saved_bytes(const CachedSequence& sequence) const;
+  /// Reads all of them. found: a block that cannot be read or is not what was written. progress:
+  /// bytes done and all; what it returns ends the call. Errors: those of progress.
+  base::Status verify(const std::function<base::Status(uint64_t, uint64_t)>& progress,
+                      const std::function<void(const base::Status&)>& found);
+
   TransferQueue& queue() { return *queue_; }
   const CacheIdentity& identity() const { return identity_; }
   const std::string& path() const { return queue_->path(); }
@@ -115,7 +126,8 @@ class CacheFile {
   };
   CacheFile(CachePlace place, CacheIdentity identity, uint64_t bytes_max,
             std::chrono::nanoseconds watchdog, base::TrafficCounter& traffic);
-  base::Status load();
+  void take_identity(CacheIdentity identity);
+  base::Status load(bool whoever);
   base::Status forget_all();
   base::Status read_table(const CacheHeader& header);
   base::Status run(IoOp op, uint64_t offset_bytes, std::span<std::byte> bytes);

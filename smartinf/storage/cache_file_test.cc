@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdlib>
 #include <filesystem>
+#include <fstream>
 #include <string>
 #include <utility>
 
@@ -126,6 +127,39 @@ TEST_F(CacheFileTest, WhatWasSavedIsThereAgain) {
   EXPECT_EQ(right_blocks(5), 4u);
   EXPECT_EQ(file_->find(6), nullptr) << "was not saved";
   EXPECT_EQ(file_->saves(), 1u);
+}
+
+TEST_F(CacheFileTest, VerifyingNamesEachDamagedBlock) {
+  for (const uint64_t id : {5, 6}) {
+    ASSERT_TRUE(file_->add(id, 100).ok());
+    append_to_all(id);
+    append_to_all(id);
+  }
+  std::vector<std::string> found;
+  uint64_t done = 0;
+  const auto verify = [&] {
+    found.clear();
+    return file_->verify(
+        [&](uint64_t now, uint64_t all) {
+          done = now;
+          EXPECT_LE(now, all);
+          return Status();
+        },
+        [&](const Status& damaged) { found.push_back(damaged.to_string()); });
+  };
+  ASSERT_TRUE(verify().ok());
+  EXPECT_TRUE(found.empty());
+  EXPECT_EQ(done, 8 * kBlock);
+  file_->find(6)->layers[1].sums[1] ^= 1;
+  file_->find(5)->layers[0].tail_tokens = 3;  // never written
+  ASSERT_TRUE(verify().ok());
+  ASSERT_EQ(found.size(), 2u);
+  EXPECT_NE(found[0].find("of sequence 5 in layer 0"), std::string::npos) << found[0];
+  EXPECT_NE(found[1].find("block 1 of sequence 6 in layer 1"), std::string::npos) << found[1];
+  const Status stopped =
+      file_->verify([](uint64_t, uint64_t) { return Status(ErrorCode::kCancelled, "stop"); },
+                    [](const Status&) {});
+  EXPECT_EQ(stopped.code(), ErrorCode::kCancelled);
 }
 
 TEST_F(CacheFileTest, NothingSavedIsAnEmptyFile) {
@@ -277,8 +311,28 @@ TEST(CacheFileInADirectory, GrowsAndIsOpenedAgain) {
     EXPECT_EQ((*file)->add(4, 64000).status().code(), ErrorCode::kNoSpace);
     ASSERT_TRUE((*file)->save().ok());
   }
-  ASSERT_TRUE(erase_store(scratch.path().string()).ok());
-  EXPECT_FALSE(std::filesystem::exists(scratch / "smartinf.cache"));
+  const std::string directory = scratch.path().string();
+  const auto saved = CacheFile::open_saved(directory);
+  ASSERT_TRUE(saved.ok()) << saved.status().to_string();
+  EXPECT_EQ((*saved)->identity(), identity());
+  EXPECT_EQ((*saved)->sequences().size(), 1u);
+  // A state beside it stays.
+  const std::string file = scratch / "smartinf.cache";
+  const std::string state = scratch / std::string(kStateFileName);
+  std::ofstream(state) << "state";
+  {
+    const auto lock = lock_container(directory);
+    ASSERT_TRUE(lock.ok()) << lock.status().to_string();
+    EXPECT_EQ(erase_cache(directory).code(), ErrorCode::kBusy);
+    EXPECT_TRUE(std::filesystem::exists(file));
+  }
+  for (int i = 0; i < 2; ++i) ASSERT_TRUE(erase_cache(directory).ok());
+  EXPECT_FALSE(std::filesystem::exists(file));
+  EXPECT_TRUE(std::filesystem::exists(state));
+  EXPECT_EQ(CacheFile::open_saved(directory).status().code(), ErrorCode::kNotFound);
+  std::ofstream(file) << "keys";
+  ASSERT_TRUE(erase_store(directory).ok());
+  EXPECT_FALSE(std::filesystem::exists(file));
 }
 
 }  // namespace

@@ -490,6 +490,27 @@ Result<CachePlace> open_cache_place(const std::string& directory, uint64_t bytes
   return place;
 }
 
+Result<CachePlace> open_cache_to_read(const std::string& directory) {
+  CachePlace place;
+  place.directory = directory;
+  place.path = join(directory, kCacheFileName);
+  place.descriptor =
+      FileDescriptor(open(place.path.c_str(), O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC));
+  if (!place.descriptor.is_open()) {
+    if (errno != ENOENT && errno != ENOTDIR) {
+      return base::errno_status(errno, "cannot open the cache's file", place.path);
+    }
+    return Status(ErrorCode::kNotFound, "there are no keys and values", {},
+                  base::ErrorPlace{directory, {}, {}, 0});
+  }
+  SI_RETURN_IF_ERROR(check_regular(place.path));
+  SI_ASSIGN_OR_RETURN(place.size_bytes,
+                      size_of(place.descriptor.get(), PathKind::kDirectory, place.path));
+  SI_ASSIGN_OR_RETURN(place.ring, make_ring({}));
+  SI_ASSIGN_OR_RETURN(place.file, place.ring->add_file(place.descriptor.get(), place.path));
+  return place;
+}
+
 Result<ReadOnlyContainer> open_container_to_read(const std::string& path) {
   SI_ASSIGN_OR_RETURN(const PathKind kind, kind_of(path));
   if (kind == PathKind::kMissing) return missing(path);

@@ -94,6 +94,9 @@ struct CachePlace {
 /// with space for `bytes` at least. Errors: kUnsupported, it is no directory; kNoSpace, kIo.
 base::Result<CachePlace> open_cache_place(const std::string& directory, uint64_t bytes,
                                           const StoreOptions& options);
+/// The cache's file in a directory, to be read whoever has it. Errors: kNotFound, there is none;
+/// kIo.
+base::Result<CachePlace> open_cache_to_read(const std::string& directory);
 
 /// Makes the names in a directory durable.
 base::Status sync_directory(const std::string& directory);

@@ -33,6 +33,14 @@ Status wipe_block_device(const std::string& path) {
 
 }  // namespace
 
+Status erase_cache(const std::string& directory) {
+  const std::string file = (std::filesystem::path(directory) / kCacheFileName).string();
+  if (access(file.c_str(), F_OK) != 0 && errno == ENOENT) return Status();
+  SI_RETURN_IF_ERROR(lock_container(directory).status());
+  if (unlink(file.c_str()) == 0 || errno == ENOENT) return Status();
+  return base::errno_status(errno, "cannot delete", file);
+}
+
 Status erase_store(const std::string& path) {
   std::error_code error;
   if (std::filesystem::is_block_file(path, error)) return wipe_block_device(path);

@@ -12,5 +12,8 @@ namespace smartinf::storage {
 /// stays. Of a block device only the superblocks are wiped. Ok when there is none.
 /// Errors: kBusy (in use, by whom), kIo.
 base::Status erase_store(const std::string& path);
+/// Deletes the keys and values in a directory, and leaves a state that lies beside them. Ok when
+/// there are none. Errors: kBusy (in use, by whom), kIo.
+base::Status erase_cache(const std::string& directory);
 
 }  // namespace smartinf::storage

@@ -48,6 +48,8 @@ class DeviceCache(Cache):
     max_length: tokens of a text, at most, padding included, for which room is reserved; None: the model's positions,
         in memory as many of them as there is room for.
     remote: for grpc:// devices, as an optimizer takes it.
+    threads: that attend in memory. None: as many as torch has, as far as there are cores beside torch's, whose threads
+        keep theirs busy for a while after each product; at least one.
 
     The prompt is computed by torch's scaled_dot_product_attention and then appended. Tokens that come one by one, and
     further prompts on a cache that is not empty, are attended to where keys and values are: the answers have the same
@@ -61,7 +63,7 @@ class DeviceCache(Cache):
     is needed and free; CorruptError for a block that is not what was written; DeviceError. After an error of a forward
     call reset(), and give the whole text again."""
 
-    def __init__(self, model, devices=None, *, memory=None, format=None, max_length=None, remote=None):
+    def __init__(self, model, devices=None, *, memory=None, format=None, max_length=None, remote=None, threads=None):
         super().__init__(layers=[])
         self._config, self._windows = _decoder(model)
         config, listed = self._config, device_list(devices)
@@ -69,6 +71,10 @@ class DeviceCache(Cache):
         self._softcap = float(getattr(config, "attn_logit_softcapping", None) or 0)
         if max_length is not None and (not isinstance(max_length, int) or max_length < 1):
             raise UsageError(f"max_length={max_length!r} is no number of tokens")
+        if threads is None:
+            threads = max(1, min(torch.get_num_threads(), len(os.sched_getaffinity(0)) - torch.get_num_threads() + 1))
+        elif not isinstance(threads, int) or threads < 1:
+            raise UsageError(f"threads={threads!r} is no number of threads")
         self.max_length = max_length
         self._in_memory = not listed
         if memory is not None:
@@ -82,7 +88,7 @@ class DeviceCache(Cache):
                 os.makedirs(device["path"], exist_ok=True)
         self._core = _core.Cache(
             {"devices": listed, "remote": remote_options(remote)}, self._windows, self._heads, self._kv_heads, self._width,
-            self._softcap, format, self._memory, torch.get_num_threads(),
+            self._softcap, format, self._memory, threads,
         )  # fmt: skip
         self._finalizer = weakref.finalize(self, _close, self._core, os.getpid())
         self._numbers = itertools.count()

@@ -142,6 +142,7 @@ def test_greedy_tokens_are_those_of_transformers(make, attention):
 def test_the_same_bits_in_memory_and_on_devices(make, places):
     model, inputs = made(make), texts(70, 33, 9, 64)
     wanted = generate(model, inputs, smartinf.DeviceCache(model))
+    equal(generate(model, inputs, smartinf.DeviceCache(model, threads=3)), wanted)
     for devices in (places[0], places):
         with smartinf.DeviceCache(model, devices, memory="4MB", max_length=128) as cache:
             equal(generate(model, inputs, cache), wanted)
@@ -325,6 +326,7 @@ def test_calls_that_are_refused(places):
         ({"format": "q4"}, "unknown format 'q4'.*bf16, f32, q8"),
         ({"memory": "much"}, "memory='much' is not a size"),
         ({"max_length": 0}, "max_length=0 is no number of tokens"),
+        ({"threads": 0}, "threads=0 is no number of threads"),
         ({"remote": {"cert": "x"}}, "remote has no 'cert'"),
     ):
         with pytest.raises(UsageError, match=said):

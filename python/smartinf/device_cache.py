@@ -40,7 +40,8 @@ class DeviceCache(Cache):
 
     model: of transformers, whatever is generated with: resident, from smartinf.from_pretrained(), or PEFT's over one.
     devices: directories, one for each drive, or grpc:// devices; None: in memory. Each text (a row of the batch) lies
-        on one of them. Nothing is left there after close(), `with`, or the end of the process.
+        on one of them. Nothing but the drive's measured rates is left there after close(), `with`, or the end of the
+        process.
     memory: bytes (or "4GB"). Without devices for keys and values, None: three quarters of what is free. With devices
         for what they read ahead and write, None: 64 MiB each.
     format: "bf16", "f32" or "q8" (a byte for a number, a scale for each row); None: bf16 for a model of that type,

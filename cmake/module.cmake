@@ -44,6 +44,15 @@ function(smartinf_module)
       string(REPLACE "," "+" sanitizers ${SMARTINF_SANITIZE})
       set(test_name "${MODULE_NAME}.${sanitizers}")
     endif()
+    # COST, here and elsewhere: about the seconds that a test takes. ctest begins with the longest, so that
+    # no core waits for one at the end.
+    set(cost 10)
+    if(MODULE_NAME MATCHES "^(engine|serve)$")
+      set(cost 50)
+    endif()
+    if(SMARTINF_SANITIZE)
+      math(EXPR cost "5 * ${cost}")
+    endif()
     set(elsewhere "")
     foreach(capability IN LISTS MODULE_CAPABILITIES)
       string(REGEX MATCH "^([a-z0-9_]+)=(.+)$" _ ${capability})
@@ -52,19 +61,10 @@ function(smartinf_module)
       add_test(NAME ${entry} COMMAND ${MODULE_NAME}_tests --gtest_filter=${CMAKE_MATCH_2})
       # A match outranks the exit status, so only a summary that ends with what was skipped is one:
       # failures would be listed after it. No cases at all: what they need was not built.
-      set_tests_properties(${entry} PROPERTIES TIMEOUT 900 COST 10
+      set_tests_properties(${entry} PROPERTIES TIMEOUT 900 COST ${cost}
         SKIP_REGULAR_EXPRESSION "\\[  SKIPPED \\] [^ \n]+\n*$;Running 0 tests")
     endforeach()
     add_test(NAME ${test_name} COMMAND ${MODULE_NAME}_tests --gtest_filter=-${elsewhere})
-    # COST, here and elsewhere: about the seconds that a test takes. ctest begins with the longest, so that
-    # no core waits for one at the end.
-    set(cost 10)
-    if(MODULE_NAME MATCHES "^(engine|csd)$")
-      set(cost 50)
-    endif()
-    if(SMARTINF_SANITIZE)
-      math(EXPR cost "5 * ${cost}")
-    endif()
     set_tests_properties(${test_name} PROPERTIES TIMEOUT 900 COST ${cost})
     if(MODULE_NAME STREQUAL "storage")  # on a drive, wherever the states of other tests are
       set_tests_properties(${test_name} PROPERTIES

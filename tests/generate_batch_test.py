@@ -212,7 +212,7 @@ class GenerateBatch(StreamCase):
     def test_prompts_that_begin_alike_are_answered_as_alone(self):
         model, draw = self.make_model(), random.Random(3)
         document = [draw.randrange(300) for _ in range(600)]
-        rows = [{"id": i, "tokens": [*document, i, 7, *range(10 * i)], "max_tokens": 40, "temperature": i % 2, "seed": 5}
+        rows = [{"id": i, "tokens": [*document, i, 7, *range(10 * i)], "max_tokens": 300, "temperature": i % 2, "seed": 5}
                 for i in range(6)]
         prompts = self.prompts([rows[0], {"id": "other", "tokens": [1, 2], "max_tokens": 30}, *rows[1:]])
         told = self.run_batch(model, prompts, "--keep")
@@ -223,7 +223,7 @@ class GenerateBatch(StreamCase):
         for i in (0, 3):
             numbers = ",".join(map(str, rows[i]["tokens"]))
             self.assertEqual(self.by_id()[i]["tokens"], self.alone(
-                model, "--prompt-tokens", numbers, "--tokens", 40, "--temperature", i % 2, "--seed", 5)[0]["tokens"])
+                model, "--prompt-tokens", numbers, "--tokens", 300, "--temperature", i % 2, "--seed", 5)[0]["tokens"])
         kv = self.folder / "kv"
         kv.mkdir()
         (kv / "smartinf.tuning").write_text(
@@ -232,8 +232,8 @@ class GenerateBatch(StreamCase):
         for sequences in (7, 2):
             for path in (journal, self.folder / "answers.jsonl"):
                 path.unlink(missing_ok=True)
-            words = ("--cache", kv, "--save-every", "0.02s", "--sequences", sequences)
-            process = self.begin(model, prompts, *words, journal_bytes=size // 2)
+            words = ("--cache", kv, "--save-every", "0.002s", "--sequences", sequences)
+            process = self.begin(model, prompts, *words, journal_bytes=size // 3)
             process.kill()
             process.communicate()
             self.assertEqual(process.returncode, -signal.SIGKILL)

@@ -7,20 +7,17 @@ random weights in f32.
 
 Ways with a limit run in a cgroup of --limit bytes, page cache included, which needs root; the page cache is dropped
 before each. Prints a JSON line for each job: tokens for each second of decoding, seconds of prompts and of tokens,
-the peak of memory, bytes that the drive read; and what the drive gives to direct reads of 1 MiB beside them.
+and bytes that the drive read.
 """
 
 import argparse
 import contextlib
 import json
-import mmap
 import os
 import pathlib
 import shutil
 import subprocess
 import sys
-import threading
-import time
 
 import torch
 import transformers
@@ -47,40 +44,11 @@ def drop_page_cache():
         pathlib.Path("/proc/sys/vm/drop_caches").write_text("1")
 
 
-def drive_bytes_per_s(folder, seconds=4, threads=4):
-    """Of direct reads of 1 MiB, in order, by some threads."""
-    path, piece = folder / "read", 1 << 20
-    size = 512 * piece
-    with path.open("wb") as file:
-        for _ in range(512):
-            file.write(os.urandom(piece))
-        os.fsync(file.fileno())
-    ends, read = time.monotonic() + seconds, [0] * threads
-
-    def reader(index):
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
-        buffer, place = mmap.mmap(-1, piece), index * (size // threads)
-        while time.monotonic() < ends:
-            read[index] += os.preadv(descriptor, [buffer], place % size)
-            place += piece
-        os.close(descriptor)
-
-    workers = [threading.Thread(target=reader, args=(index,)) for index in range(threads)]
-    begun = time.monotonic()
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    path.unlink()
-    return sum(read) / (time.monotonic() - begun)
-
-
 def by_smartinf(options, files, drive, extra):
     out = drive / "answers.jsonl"
     words = [options.smartinf, "generate", files / "model", "--batch", files / "prompts.jsonl", "--out", out, "--json"]
     words += ["--tokens", options.tokens, "--temperature", 0, "--sequences", options.prompts]
     words += ["--threads", options.threads, "--accelerator", "cpu", *extra]
-
     return words
 
 
@@ -136,7 +104,6 @@ def measure(options, files, way):
         "tokens_per_s": round(row["tokens"] / row["token_seconds"], 2),
         "prompt_seconds": round(row["prompt_seconds"], 2),
         "token_seconds": round(row["token_seconds"], 2),
-        "peak_bytes": usage.ru_maxrss * 1024,
         "drive_read_bytes": row.get("cache_read_bytes", usage.ru_inblock * 512),
     }
 
@@ -168,8 +135,6 @@ def main():
             if options.ways and name not in options.ways:
                 continue
             row = {"by": name, "round": number, **measure(options, files, way)}
-            if row["limit"]:
-                row["drive_bytes_per_s"] = round(drive_bytes_per_s(options.folder))
             print(json.dumps(row), flush=True)
     shutil.rmtree(files)
 

@@ -270,9 +270,11 @@ class GenerateBatch(StreamCase):
     def test_an_interrupt_saves_and_others_are_refused(self):
         model, prompts = self.make_model(), self.long_prompts(tokens=1000)
         process = self.begin(model, prompts, journal_bytes=2000)
+        process.send_signal(signal.SIGSTOP)  # it would be done before the other has started
         told = self.run_batch(model, prompts, code=1)
         self.assertIn("another process writes these answers", told)
         process.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGCONT)
         told = process.communicate(timeout=60)[1].decode()
         self.assertEqual(process.returncode, 130, told)
         self.assertIn("the same command goes on from here", told)

@@ -231,15 +231,7 @@ void print_plan(const sim::Plan& plan) {
       sim::host_limit_bytes(plan.machine, best.options),
       plan.machine.devices.front().capacity_bytes, "");
   const auto parts = [](const char* where, const std::vector<plan::MemoryPart>& all) {
-    if (all.empty()) return;
-    fmt::print("  {}:", where);
-    const char* between = " ";
-    for (const plan::MemoryPart& part : all) {
-      if (part.bytes == 0) continue;
-      fmt::print("{}{} {}", between, part.name, base::format_bytes(part.bytes));
-      between = ", ";
-    }
-    fmt::print("\n");
+    if (!all.empty()) fmt::print("  {}: {}\n", where, parts_text(all));
   };
   parts("GPU", best.need.gpu_parts);
   parts("host", best.need.host_parts);

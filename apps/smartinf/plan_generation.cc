@@ -128,14 +128,7 @@ ordered_json to_json(const sim::GenerationPlan& plan, const Command& command) {
 
 void print_parts(const char* where, uint64_t all, const std::vector<plan::MemoryPart>& parts) {
   if (all == 0) return;
-  fmt::print("  {:<8} {:>10}: ", where, base::format_bytes(all));
-  const char* between = "";
-  for (const plan::MemoryPart& part : parts) {
-    if (part.bytes == 0) continue;
-    fmt::print("{}{} {}", between, part.name, base::format_bytes(part.bytes));
-    between = ", ";
-  }
-  fmt::print("\n");
+  fmt::print("  {:<8} {:>10}: {}\n", where, base::format_bytes(all), parts_text(parts));
 }
 
 void print_plan(const sim::GenerationPlan& plan, const Command& command) {

@@ -461,4 +461,13 @@ Result<SimQuestion> apply_sim_flags(const SimFlags& flags) {
   return question;
 }
 
+std::string parts_text(const std::vector<plan::MemoryPart>& parts) {
+  std::vector<std::string> texts;
+  for (const plan::MemoryPart& part : parts) {
+    if (part.bytes > 0)
+      texts.push_back(fmt::format("{} {}", part.name, base::format_bytes(part.bytes)));
+  }
+  return fmt::format("{}", fmt::join(texts, ", "));
+}
+
 }  // namespace smartinf::apps

@@ -37,4 +37,7 @@ std::vector<std::string_view> sim_flag_names();
 /// Errors: kInvalidArgument or kNotFound naming the flag, and the nearest name where there is one.
 base::Result<SimQuestion> apply_sim_flags(const SimFlags& flags);
 
+/// What memory is for, with the bytes of each part: "weights 15.0 GiB, buffers 257 MiB".
+std::string parts_text(const std::vector<plan::MemoryPart>& parts);
+
 }  // namespace smartinf::apps

@@ -186,6 +186,17 @@ class DeviceStoreTest : public testing::TestWithParam<Where> {
     store_ = std::move(*store);
   }
 
+  /// A step of a store in memory and of this one, whose answers are the same.
+  void step_both(KeyValueStore& memory, const std::vector<SequenceId>& ids,
+                 std::map<SequenceId, uint64_t>& tokens) {
+    auto before = tokens;
+    const Answers wanted = step(memory, ids, before);
+    const Answers found = step(*store_, ids, tokens);
+    ASSERT_TRUE(found.status.ok()) << found.status.to_string();
+    EXPECT_TRUE(wanted.out == found.out);
+    for (const SequenceId id : ids) EXPECT_EQ(store_->tokens(id), tokens[id]);
+  }
+
   const base::Scratch scratch_;
   UpdaterOptions options_;
   std::vector<std::unique_ptr<csd::EmulatedDrive>> drives_;
@@ -210,14 +221,7 @@ TEST_P(DeviceStoreTest, BitsAreThoseOfAStoreInMemoryAlsoAfterTheProcessEnds) {
     tokens[id] = prompt;
     ids.push_back(id);
   }
-  const auto compare = [&] {
-    auto before = tokens;
-    const Answers wanted = step(*memory, ids, before);
-    const Answers found = step(*store_, ids, tokens);
-    ASSERT_TRUE(found.status.ok()) << found.status.to_string();
-    EXPECT_TRUE(wanted.out == found.out);
-    for (const SequenceId id : ids) EXPECT_EQ(store_->tokens(id), tokens[id]);
-  };
+  const auto compare = [&] { step_both(*memory, ids, tokens); };
   for (int i = 0; i < 20; ++i) compare();
   const Status saved = store_->save();
   ASSERT_TRUE(saved.ok()) << saved.to_string();
@@ -286,14 +290,7 @@ TEST_P(DeviceStoreTest, APrefixIsReadOnceAndChangesNoBit) {
     }
     tokens[id] = 40;
   }
-  const auto compare = [&] {
-    auto before = tokens;
-    const Answers wanted = step(*memory, ids, before);
-    const Answers found = step(*store_, ids, tokens);
-    ASSERT_TRUE(found.status.ok()) << found.status.to_string();
-    EXPECT_TRUE(wanted.out == found.out);
-    for (const SequenceId id : ids) EXPECT_EQ(store_->tokens(id), tokens[id]);
-  };
+  const auto compare = [&] { step_both(*memory, ids, tokens); };
   for (int i = 0; i < 10; ++i) compare();
   ASSERT_TRUE(store_->save().ok());
   const auto read = store_->traffic();

@@ -67,14 +67,18 @@ TEST(Generation, ReadsAloneMayBeSlowerThanBothWaysTogether) {
   EXPECT_NEAR(simulate_generation(model, machine, asked(8192, 16))->step_s / whole_s, 2, 0.01);
 }
 
+/// Of a step of 16 sequences with llama3-8B's 32 layers.
+double flops_of_products(const ModelShape& model) {
+  return 16 * 2 *
+         (32 * model.active_parameters() + static_cast<double>(model.hidden * model.vocabulary));
+}
+
 TEST(Generation, HalvesHideTheHostsTimeBehindTheDrives) {
   const ModelShape model = generation_model("llama3-8B");
   Machine machine = drives_only(4);
   const double drives_s = simulate_generation(model, machine, asked(8192, 16))->step_s;
   // Products of the whole step as long as 0.8 of the drives' time.
-  const double flops =
-      16 * 2 *
-      (32 * model.active_parameters() + static_cast<double>(model.hidden * model.vocabulary));
+  const double flops = flops_of_products(model);
   machine.gpu.peak_flops = flops / (0.8 * drives_s) / machine.gpu.product_efficiency;
   const auto times = simulate_generation(model, machine, asked(8192, 16));
   EXPECT_NEAR(times->step_s / drives_s, 1, 0.06);  // the logits have nothing beside them
@@ -210,9 +214,7 @@ TEST(Generation, APlanSaysFromHowManyDrivesOnSomethingElseLimits) {
   Machine machine = drives_only(4);
   const double drives_s = simulate_generation(model, machine, asked(8192, 16))->step_s;
   // Products as long as the reads of seven and a half drives.
-  const double flops =
-      16 * 2 *
-      (32 * model.active_parameters() + static_cast<double>(model.hidden * model.vocabulary));
+  const double flops = flops_of_products(model);
   machine.gpu.peak_flops = flops / (4 * drives_s / 7.5) / machine.gpu.product_efficiency;
   for (const uint32_t there : {2u, 12u}) {
     machine.devices.front().count = there;

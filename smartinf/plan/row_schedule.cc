@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <numeric>
 #include <utility>
 
 #include <fmt/format.h>
@@ -18,77 +19,60 @@ using base::Status;
 
 namespace {
 
-/// How often each device comes in a pattern of that length: its share rounded, at least once.
-/// Empty: these do not add up to the length.
+/// How often each device comes in a pattern of about that length: its share rounded, at least once.
 std::vector<uint32_t> counts_in(size_t length, std::span<const double> share) {
   std::vector<uint32_t> counts;
-  size_t sum = 0;
   for (const double s : share) {
-    counts.push_back(
-        static_cast<uint32_t>(std::max(1.0, std::round(s * static_cast<double>(length)))));
-    sum += counts.back();
+    const double count = std::round(s * static_cast<double>(length));
+    counts.push_back(s == 0 ? 0 : static_cast<uint32_t>(std::max(1.0, count)));
   }
-  return sum == length ? counts : std::vector<uint32_t>();
+  return counts;
 }
 
 /// How much longer than planned a step takes: by the device that has the most above its share.
-double excess(std::span<const uint32_t> counts, size_t length, std::span<const double> share) {
+double excess(std::span<const uint32_t> counts, std::span<const double> share) {
+  const double length = std::reduce(counts.begin(), counts.end());
   double most = 0;
   for (size_t d = 0; d < share.size(); ++d) {
-    most = std::max(most, counts[d] / (share[d] * static_cast<double>(length)) - 1);
+    if (share[d] > 0) most = std::max(most, counts[d] / (share[d] * length) - 1);
   }
   return most;
 }
 
 }  // namespace
 
-Result<std::vector<uint32_t>> row_pattern(std::span<const double> bandwidths) {
-  if (bandwidths.empty()) {
-    return Status(ErrorCode::kInvalidArgument, "there is no device for the table's rows",
-                  "Name at least one device.");
-  }
-  double sum = 0;
-  for (size_t d = 0; d < bandwidths.size(); ++d) {
-    if (!std::isfinite(bandwidths[d]) || bandwidths[d] <= 0) {
-      return Status(ErrorCode::kInvalidArgument,
-                    fmt::format("device {} has bandwidth {}", d, bandwidths[d]),
-                    "Give a positive number, or 0 to have it measured.");
-    }
-    sum += bandwidths[d];
-  }
+std::vector<uint8_t> row_pattern(std::span<const double> shares) {
+  const double sum = std::reduce(shares.begin(), shares.end());
+  SI_CHECK(shares.size() <= 256 && std::isfinite(sum) && sum > 0, "shares of at most 256 devices");
   std::vector<double> share;
-  for (const double bandwidth : bandwidths) share.push_back(bandwidth / sum);
-  // The shortest pattern that is good enough, else the best one. Rates are measured, to a few
-  // percent.
+  for (const double one : shares) share.push_back(one / sum);
+  // The shortest pattern that is good enough, else the best one. Shares follow from measured rates,
+  // which are good to a few percent.
   constexpr double kExcessMax = 0.02;
   const size_t length_max = std::max<size_t>(64, 2 * share.size());
-  std::vector<uint32_t> counts(share.size(), 1);
-  double best = excess(counts, share.size(), share);
-  for (size_t length = share.size() + 1; length <= length_max && best > kExcessMax; ++length) {
-    std::vector<uint32_t> found = counts_in(length, share);
-    if (found.empty() || excess(found, length, share) >= best) continue;
-    best = excess(found, length, share);
-    counts = std::move(found);
+  std::vector<uint32_t> counts = counts_in(1, share);
+  for (size_t length = 2; length <= length_max && excess(counts, share) > kExcessMax; ++length) {
+    std::vector<uint32_t> longer = counts_in(length, share);
+    if (excess(longer, share) < excess(counts, share)) counts = std::move(longer);
   }
-  size_t length = 0;
-  for (const uint32_t count : counts) length += count;
-  std::vector<uint32_t> pattern;
+  const size_t length = std::reduce(counts.begin(), counts.end());
+  std::vector<uint8_t> pattern;
   std::vector<uint32_t> taken(counts.size(), 0);
   while (pattern.size() < length) {
-    // The device whose next place is due first.
+    // The device whose next place is due first: its place is in the middle of its part.
+    const auto due = [&](size_t d) { return (taken[d] + 0.5) / counts[d]; };
     size_t next = 0;
     for (size_t d = 1; d < counts.size(); ++d) {
-      if (uint64_t{2 * taken[d] + 1} * counts[next] < uint64_t{2 * taken[next] + 1} * counts[d])
-        next = d;
+      if (due(d) < due(next)) next = d;
     }
     ++taken[next];
-    pattern.push_back(static_cast<uint32_t>(next));
+    pattern.push_back(static_cast<uint8_t>(next));
   }
   return pattern;
 }
 
-Result<RowPlacement> RowPlacement::create(uint64_t rows, uint64_t chunk_rows, uint32_t devices,
-                                          std::vector<uint32_t> pattern) {
+Result<RowPlacement> RowPlacement::make(uint64_t rows, std::vector<uint8_t> pattern,
+                                        uint64_t chunk_rows) {
   SI_CHECK(chunk_rows > 0 && !pattern.empty(), "chunks, and devices for them");
   if (rows == 0) {
     return Status(ErrorCode::kInvalidArgument, "a table of no rows", "Leave it out.");
@@ -96,16 +80,15 @@ Result<RowPlacement> RowPlacement::create(uint64_t rows, uint64_t chunk_rows, ui
   RowPlacement placement;
   placement.rows_ = rows;
   placement.chunk_rows_ = chunk_rows;
-  placement.slots_.resize(devices);
+  placement.slots_.resize(*std::ranges::max_element(pattern) + size_t{1});
   for (uint32_t slot = 0; slot < pattern.size(); ++slot) {
-    SI_CHECK(pattern[slot] < devices, "the pattern names devices that there are");
     std::vector<uint32_t>& slots = placement.slots_[pattern[slot]];
     placement.rank_.push_back(static_cast<uint32_t>(slots.size()));
     slots.push_back(slot);
   }
   placement.pattern_ = std::move(pattern);
   constexpr uint64_t kRowsMax = std::numeric_limits<uint32_t>::max() - uint64_t{1};
-  for (uint32_t d = 0; d < devices; ++d) {
+  for (uint32_t d = 0; d < placement.devices(); ++d) {
     if (placement.rows_on(d) <= kRowsMax) continue;
     return Status(
         ErrorCode::kInvalidArgument,
@@ -115,25 +98,30 @@ Result<RowPlacement> RowPlacement::create(uint64_t rows, uint64_t chunk_rows, ui
   return placement;
 }
 
-RowPlacement::Place RowPlacement::place_of(uint64_t row) const {
+uint32_t RowPlacement::device_of(uint64_t row) const {
   SI_CHECK(row < rows_, "a row of the table");
-  const uint64_t chunk = row / chunk_rows_;
-  const uint64_t slot = chunk % pattern_.size();
-  const uint32_t device = pattern_[slot];
-  const uint64_t chunk_there = chunk / pattern_.size() * slots_[device].size() + rank_[slot];
-  return {device, static_cast<uint32_t>(chunk_there * chunk_rows_ + row % chunk_rows_)};
+  return pattern_[row / chunk_rows_ % pattern_.size()];
 }
 
-uint64_t RowPlacement::global_row(uint32_t device, uint32_t row) const {
+uint32_t RowPlacement::local_row(uint64_t row) const {
+  const uint64_t chunk = row / chunk_rows_;
+  const uint64_t slot = chunk % pattern_.size();
+  const uint64_t chunk_there =
+      chunk / pattern_.size() * slots_[pattern_[slot]].size() + rank_[slot];
+  return static_cast<uint32_t>(chunk_there * chunk_rows_ + row % chunk_rows_);
+}
+
+uint64_t RowPlacement::global_row(uint32_t device, uint32_t local) const {
   const std::vector<uint32_t>& slots = slots_[device];
   SI_CHECK(!slots.empty(), "a row of the device");
-  const uint64_t chunk_there = row / chunk_rows_;
+  const uint64_t chunk_there = local / chunk_rows_;
   const uint64_t chunk =
       chunk_there / slots.size() * pattern_.size() + slots[chunk_there % slots.size()];
-  return chunk * chunk_rows_ + row % chunk_rows_;
+  return chunk * chunk_rows_ + local % chunk_rows_;
 }
 
 uint64_t RowPlacement::rows_on(uint32_t device) const {
+  if (device >= slots_.size()) return 0;
   const uint64_t cycle = chunk_rows_ * pattern_.size();
   uint64_t rows = rows_ / cycle * slots_[device].size() * chunk_rows_;
   const uint64_t rest = rows_ % cycle;
@@ -144,42 +132,36 @@ uint64_t RowPlacement::rows_on(uint32_t device) const {
   return rows;
 }
 
-Result<RowBatch> row_batch(const RowPlacement& placement, std::span<const int64_t> ids) {
+RowBatch RowBatch::make(const RowPlacement& placement, std::span<const int64_t> ids) {
   SI_CHECK(ids.size() < std::numeric_limits<uint32_t>::max(), "places have 32 bits");
-  std::vector<std::pair<uint64_t, uint32_t>> sorted(ids.size());
+  // (row of the device, number of the id)
+  std::vector<std::vector<std::pair<uint32_t, uint32_t>>> sorted(placement.devices());
   for (size_t i = 0; i < ids.size(); ++i) {
     const auto row = static_cast<uint64_t>(ids[i]);
-    if (row >= placement.rows()) {
-      return Status(ErrorCode::kInvalidArgument,
-                    fmt::format("row {} (number {} of the batch, from 0) of a table of {} rows",
-                                ids[i], i, placement.rows()),
-                    fmt::format("Rows are numbered from 0 to {}.", placement.rows() - 1));
-    }
-    sorted[i] = {row, static_cast<uint32_t>(i)};
+    sorted[placement.device_of(row)].emplace_back(placement.local_row(row),
+                                                  static_cast<uint32_t>(i));
   }
-  std::ranges::sort(sorted);
-  // In the order of the table, which on each device is that of the device.
-  std::vector<RowPlacement::Place> distinct;
   RowBatch batch;
   batch.place.resize(ids.size());
-  batch.first.assign(placement.devices() + 1, 0);
-  for (size_t i = 0; i < sorted.size(); ++i) {
-    if (i == 0 || sorted[i].first != sorted[i - 1].first) {
-      distinct.push_back(placement.place_of(sorted[i].first));
-      ++batch.first[distinct.back().device + 1];
+  uint32_t distinct = 0;
+  for (auto& of_device : sorted) {
+    std::ranges::sort(of_device);
+    std::vector<uint32_t>& rows = batch.rows.emplace_back();
+    for (const auto& [row, id] : of_device) {
+      if (rows.empty() || rows.back() != row) {
+        rows.push_back(row);
+        ++distinct;
+      }
+      batch.place[id] = distinct - 1;
     }
-    batch.place[sorted[i].second] = static_cast<uint32_t>(distinct.size() - 1);
   }
-  for (size_t d = 1; d < batch.first.size(); ++d) batch.first[d] += batch.first[d - 1];
-  std::vector<uint32_t> next(batch.first.begin(), batch.first.end() - 1);
-  batch.rows.resize(distinct.size());
-  for (const RowPlacement::Place& place : distinct) {
-    const uint32_t to = next[place.device]++;
-    batch.rows[to] = place.row;
-    batch.ascending.push_back(to);
-  }
-  for (uint32_t& place : batch.place) place = batch.ascending[place];
   return batch;
+}
+
+size_t RowBatch::distinct() const {
+  size_t distinct = 0;
+  for (const std::vector<uint32_t>& of_device : rows) distinct += of_device.size();
+  return distinct;
 }
 
 RowTraffic& RowTraffic::operator+=(const RowTraffic& other) {

@@ -10,61 +10,49 @@
 
 namespace smartinf::plan {
 
-/// Devices of the chunks of a table, in an order that repeats: each as often as its bandwidth asks,
-/// at least once, and spread evenly. bandwidths: relative. The same arguments give the same pattern
-/// on every machine. Errors: kInvalidArgument for no device or a rate that is not positive.
-base::Result<std::vector<uint32_t>> row_pattern(std::span<const double> bandwidths);
+/// Devices of the chunks of a table, in an order that repeats: each as often as its share asks, at
+/// least once, and spread evenly; one whose share is 0 never. The same shares give the same pattern
+/// on every machine. shares: at most 256, not negative, one of them above 0 (SI_CHECK).
+std::vector<uint8_t> row_pattern(std::span<const double> shares);
 
 /// Rows of a table on their devices, in chunks of a page's records: chunk i lies on the device
 /// pattern[i % pattern.size()]. Rows of a device are numbered by themselves, in the table's order.
 class RowPlacement {
  public:
-  /// devices: at least all that the pattern names. chunk_rows: base::records_per_page().
-  /// Errors: kInvalidArgument, no rows, or more of them on a device than 32 bits number.
-  static base::Result<RowPlacement> create(uint64_t rows, uint64_t chunk_rows, uint32_t devices,
-                                           std::vector<uint32_t> pattern);
+  /// chunk_rows: base::records_per_page(). Errors: kInvalidArgument, no rows, or more of them on a
+  /// device than 32 bits number.
+  static base::Result<RowPlacement> make(uint64_t rows, std::vector<uint8_t> pattern,
+                                         uint64_t chunk_rows);
 
-  struct Place {
-    uint32_t device = 0;
-    uint32_t row = 0;  // of the device
-    friend bool operator==(const Place&, const Place&) = default;
-  };
-  /// row < rows().
-  Place place_of(uint64_t row) const;
-  /// row < rows_on(device).
-  uint64_t global_row(uint32_t device, uint32_t row) const;
+  // row < rows() (SI_CHECK in device_of()).
+  uint32_t device_of(uint64_t row) const;
+  uint32_t local_row(uint64_t row) const;
+  /// local < rows_on(device).
+  uint64_t global_row(uint32_t device, uint32_t local) const;
+  /// 0 of a device that is not in the pattern.
   uint64_t rows_on(uint32_t device) const;
 
   uint64_t rows() const { return rows_; }
-  uint64_t chunk_rows() const { return chunk_rows_; }
+  /// The last one in the pattern, and 1.
   uint32_t devices() const { return static_cast<uint32_t>(slots_.size()); }
-  const std::vector<uint32_t>& pattern() const { return pattern_; }
 
  private:
-  RowPlacement() = default;
-
   uint64_t rows_ = 0;
   uint64_t chunk_rows_ = 1;
-  std::vector<uint32_t> pattern_;
-  std::vector<uint32_t> rank_;                // of a slot among its device's
+  std::vector<uint8_t> pattern_;
+  std::vector<uint32_t> rank_;                // of a slot of the pattern among its device's
   std::vector<std::vector<uint32_t>> slots_;  // of each device, ascending
 };
 
 /// Distinct rows of a batch, by device and there ascending.
 struct RowBatch {
-  std::vector<uint32_t> rows;       // of their devices
-  std::vector<uint32_t> first;      // [devices + 1]: where each device's begin
-  std::vector<uint32_t> place;      // [ids]: where the row of each id is in `rows`
-  std::vector<uint32_t> ascending;  // [rows]: places in `rows`, in the order of the table
+  std::vector<std::vector<uint32_t>> rows;  // [placement.devices()], numbered by their devices
+  std::vector<uint32_t> place;  // [ids]: of each id's row, counted through all devices' in order
 
-  std::span<const uint32_t> rows_of(uint32_t device) const {
-    return std::span(rows).subspan(first[device], first[device + 1] - first[device]);
-  }
+  /// ids: rows of the table, in any order, repeats as well; fewer than 2^32 (SI_CHECK).
+  static RowBatch make(const RowPlacement& placement, std::span<const int64_t> ids);
+  size_t distinct() const;
 };
-
-/// ids: rows of the table, in any order, repeats as well; fewer than 2^32 (SI_CHECK).
-/// Errors: kInvalidArgument, a row that the table does not have, with its place in the batch.
-base::Result<RowBatch> row_batch(const RowPlacement& placement, std::span<const int64_t> ids);
 
 /// A table's rows, as far as their bytes are concerned.
 struct RowShape {

@@ -149,7 +149,7 @@ Result<std::unique_ptr<CacheFile>> CacheFile::open(CachePlace place, CacheIdenti
 
 Result<std::unique_ptr<CacheFile>> CacheFile::open_saved(const std::string& directory) {
   static base::TrafficCounter ignored;
-  SI_ASSIGN_OR_RETURN(CachePlace place, open_cache_to_read(directory));
+  SI_ASSIGN_OR_RETURN(CachePlace place, open_cache_to_read(directory, kCacheFileName));
   std::unique_ptr<CacheFile> file(
       new CacheFile(std::move(place), {}, 0, std::chrono::minutes(1), ignored));
   SI_ASSIGN_OR_RETURN(file->memory_, base::AlignedBuffer::allocate(kCacheHeaderBytes));

@@ -300,7 +300,8 @@ TEST(CacheFileInADirectory, GrowsAndIsOpenedAgain) {
   StoreOptions options;
   options.ring.kind = RingKind::kThreads;
   for (int round = 0; round < 2; ++round) {
-    auto place = open_cache_place(scratch.path().string(), kCacheDataOffset, options);
+    auto place =
+        open_cache_place(scratch.path().string(), kCacheFileName, kCacheDataOffset, options);
     ASSERT_TRUE(place.ok()) << place.status().to_string();
     auto file = CacheFile::open(std::move(*place), identity(), base::kMiB, std::chrono::seconds(9),
                                 traffic);

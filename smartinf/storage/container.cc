@@ -39,8 +39,19 @@ constexpr SpaceUse kForState{"the state",
                              "durability = \"none\" (half the space)"};
 constexpr SpaceUse kForSpool{"the spool", "use another device or one more, or a smaller spool"};
 
-constexpr SpaceUse kForCache{"keys and values",
-                             "use another device or one more, or fewer sequences at a time"};
+/// A kind of file beside the state.
+struct BesideState {
+  std::string_view name;
+  SpaceUse use;
+};
+constexpr BesideState kBesideState[] = {
+    {kCacheFileName,
+     {"keys and values", "use another device or one more, or fewer sequences at a time"}},
+    {kRowFileName, {"rows of tables", "use another device or one more"}}};
+
+const SpaceUse& use_of(std::string_view name) {
+  return std::ranges::find(kBesideState, name, &BesideState::name)->use;
+}
 
 enum class PathKind { kMissing, kDirectory, kBlockDevice };
 
@@ -394,6 +405,11 @@ Status missing(const std::string& path) {
                 base::ErrorPlace{path, {}, {}, 0});
 }
 
+Status no_file(std::string_view name, const std::string& directory) {
+  return Status(ErrorCode::kNotFound, fmt::format("there are no {}", use_of(name).what), {},
+                base::ErrorPlace{directory, {}, {}, 0});
+}
+
 }  // namespace
 
 Status sync_directory(const std::string& directory) {
@@ -452,27 +468,30 @@ Result<ContainerLock> lock_container(const std::string& path) {
   return lock;
 }
 
-Result<CachePlace> open_cache_place(const std::string& directory, uint64_t bytes,
-                                    const StoreOptions& options) {
+Result<CachePlace> open_cache_place(const std::string& directory, std::string_view name,
+                                    uint64_t bytes, const StoreOptions& options) {
   SI_ASSIGN_OR_RETURN(const PathKind kind, kind_of(directory));
+  const SpaceUse& use = use_of(name);
   if (kind != PathKind::kDirectory) {
-    return Status(ErrorCode::kUnsupported, "keys and values are kept in a directory",
+    return Status(ErrorCode::kUnsupported, fmt::format("{} are kept in a directory", use.what),
                   "Name a directory on that drive.", base::ErrorPlace{directory, {}, {}, 0});
   }
   CachePlace place;
   place.directory = directory;
-  place.path = join(directory, kCacheFileName);
+  place.path = join(directory, name);
   {
+    const int make = bytes > 0 ? O_CREAT : 0;
     const FileDescriptor made(
-        open(place.path.c_str(), O_RDWR | O_CREAT | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC, 0666));
+        open(place.path.c_str(), O_RDWR | make | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC, 0666));
+    if (!made.is_open() && errno == ENOENT && bytes == 0) return no_file(name, directory);
     if (!made.is_open()) {
-      return base::errno_status(errno, "cannot make the cache's file", place.path, {}, {},
-                                "The directory must be writable.");
+      return base::errno_status(errno, fmt::format("cannot make the file of {}", use.what),
+                                place.path, {}, {}, "The directory must be writable.");
     }
     SI_RETURN_IF_ERROR(check_regular(place.path));
     SI_ASSIGN_OR_RETURN(place.size_bytes, size_of(made.get(), kind, place.path));
     if (place.size_bytes < bytes) {
-      SI_RETURN_IF_ERROR(reserve_space(made.get(), bytes - place.size_bytes, kForCache, directory,
+      SI_RETURN_IF_ERROR(reserve_space(made.get(), bytes - place.size_bytes, use, directory,
                                        place.path, place.size_bytes));
       SI_RETURN_IF_ERROR(sync_directory(directory));
       place.size_bytes = bytes;
@@ -482,7 +501,8 @@ Result<CachePlace> open_cache_place(const std::string& directory, uint64_t bytes
   place.descriptor =
       FileDescriptor(open(place.path.c_str(), O_RDWR | O_CLOEXEC | (place.direct ? O_DIRECT : 0)));
   if (!place.descriptor.is_open()) {
-    return base::errno_status(errno, "cannot open the cache's file", place.path);
+    return base::errno_status(errno, fmt::format("cannot open the file of {}", use.what),
+                              place.path);
   }
   SI_ASSIGN_OR_RETURN(place.ring, make_ring(options.ring));
   if (options.wrap_ring) place.ring = options.wrap_ring(std::move(place.ring));
@@ -490,18 +510,16 @@ Result<CachePlace> open_cache_place(const std::string& directory, uint64_t bytes
   return place;
 }
 
-Result<CachePlace> open_cache_to_read(const std::string& directory) {
+Result<CachePlace> open_cache_to_read(const std::string& directory, std::string_view name) {
   CachePlace place;
   place.directory = directory;
-  place.path = join(directory, kCacheFileName);
+  place.path = join(directory, name);
   place.descriptor =
       FileDescriptor(open(place.path.c_str(), O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC));
   if (!place.descriptor.is_open()) {
-    if (errno != ENOENT && errno != ENOTDIR) {
-      return base::errno_status(errno, "cannot open the cache's file", place.path);
-    }
-    return Status(ErrorCode::kNotFound, "there are no keys and values", {},
-                  base::ErrorPlace{directory, {}, {}, 0});
+    if (errno == ENOENT || errno == ENOTDIR) return no_file(name, directory);
+    return base::errno_status(errno, fmt::format("cannot open the file of {}", use_of(name).what),
+                              place.path);
   }
   SI_RETURN_IF_ERROR(check_regular(place.path));
   SI_ASSIGN_OR_RETURN(place.size_bytes,

@@ -24,6 +24,7 @@ inline constexpr std::string_view kLockFileName = "smartinf.lock";
 inline constexpr std::string_view kCreatingFileName = "smartinf.state.creating";
 
 inline constexpr std::string_view kCacheFileName = "smartinf.cache";
+inline constexpr std::string_view kRowFileName = "smartinf.rows";
 
 /// The spool's, for the moment between making it and taking its name away.
 inline constexpr std::string_view kSpoolFileName = "smartinf.spool";
@@ -79,7 +80,8 @@ base::Result<Container> open_container(const std::string& path, const StoreOptio
 
 base::Result<ReadOnlyContainer> open_container_to_read(const std::string& path);
 
-/// The file of a device's cache (cache_file.h), with a ring of its own. Closing it is its holder's.
+/// A file beside the state: of a device's cache (cache_file.h) or rows of tables (row_file.h), with
+/// a ring of its own. Closing it is its holder's.
 struct CachePlace {
   std::string directory;      // for messages about its space
   std::string path;           // for messages
@@ -90,13 +92,13 @@ struct CachePlace {
   uint64_t size_bytes = 0;
 };
 
-/// Opens the cache's file in a directory whose device is open and so locked, or makes an empty one,
-/// with space for `bytes` at least. Errors: kUnsupported, it is no directory; kNoSpace, kIo.
-base::Result<CachePlace> open_cache_place(const std::string& directory, uint64_t bytes,
-                                          const StoreOptions& options);
-/// The cache's file in a directory, to be read whoever has it. Errors: kNotFound, there is none;
-/// kIo.
-base::Result<CachePlace> open_cache_to_read(const std::string& directory);
+/// Opens kCacheFileName or kRowFileName in a directory whose device is open and so locked, or makes
+/// an empty file, with space for `bytes` at least. bytes 0: it must be there. Errors: kUnsupported,
+/// it is no directory; kNotFound, kNoSpace, kIo.
+base::Result<CachePlace> open_cache_place(const std::string& directory, std::string_view name,
+                                          uint64_t bytes, const StoreOptions& options);
+/// The file in a directory, to be read whoever has it. Errors: kNotFound, there is none; kIo.
+base::Result<CachePlace> open_cache_to_read(const std::string& directory, std::string_view name);
 
 /// Makes the names in a directory durable.
 base::Status sync_directory(const std::string& directory);

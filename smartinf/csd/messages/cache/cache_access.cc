@@ -216,11 +216,11 @@ Status CacheAccess::open(const OpenCache& message) {
   identity.text = message.identity;
   const LocalDeviceOptions& options = parts_.options;
   const storage::StoreOptions store = linked_store_options(options);
-  SI_ASSIGN_OR_RETURN(
-      storage::CachePlace place,
-      options.open_cache_place
-          ? options.open_cache_place(store)
-          : storage::open_cache_place(options.path, storage::kCacheDataOffset, store));
+  SI_ASSIGN_OR_RETURN(storage::CachePlace place,
+                      options.open_cache_place
+                          ? options.open_cache_place(store)
+                          : storage::open_cache_place(options.path, storage::kCacheFileName,
+                                                      storage::kCacheDataOffset, store));
   if (message.afresh) SI_RETURN_IF_ERROR(storage::CacheFile::erase(place));
   shape_ = message.shape;
   SI_ASSIGN_OR_RETURN(

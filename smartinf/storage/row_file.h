@@ -1,0 +1,161 @@
+// The file of a device's rows of tables: homes of the rows, page by page, and a log that a step's
+// new records are appended to, so that a step costs what it touches. The log's end is committed
+// with the device's blocks, by the record that prepare() returns; homes are written later, many
+// steps' records at a time (merge_some). See docs/format.md.
+//
+// Records are bytes here: their planes and rules are whose rows they are. A record of a kState
+// table ends with the u32 step of its last update, which is never 2^32 - 1.
+#pragma once
+
+#include <array>
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "smartinf/base/enum_names.h"
+#include "smartinf/base/ids.h"
+#include "smartinf/base/status.h"
+#include "smartinf/storage/container.h"
+#include "smartinf/storage/store.h"
+
+namespace smartinf::storage {
+
+enum class RowTableKind : uint8_t {
+  kState,    // updated by steps and committed with them
+  kData,     // written before the first commit, then read only
+  kScratch,  // written at any time and gone when the file is closed
+};
+inline constexpr std::array<std::string_view, 3> kRowTableKindNames{"state", "data", "scratch"};
+constexpr base::EnumNames enum_names(RowTableKind) { return kRowTableKindNames; }
+
+struct RowTableLayout {
+  std::string name;
+  RowTableKind kind = RowTableKind::kState;
+  uint32_t record_bytes = 0;
+  uint64_t rows = 0;  // on this device, numbered from 0
+
+  friend bool operator==(const RowTableLayout&, const RowTableLayout&) = default;
+};
+
+/// Layout that a file is created with and keeps for life.
+struct RowFileLayout {
+  RunId run;
+  uint32_t device_index = 0;
+  uint32_t device_count = 1;
+  uint64_t log_bytes = 0;  // rounded down to whole pages of the log
+  std::vector<RowTableLayout> tables;
+  std::string description;  // opaque here
+
+  friend bool operator==(const RowFileLayout&, const RowFileLayout&) = default;
+};
+
+/// Threads: one at a time.
+class RowFile {
+ public:
+  /// An upper bound of rows in all kState tables of a device, and in any one table.
+  static constexpr uint64_t kRowsMax = 0xfffffffe;
+  static constexpr uint64_t kTablesMax = 0xffff;
+
+  /// Makes the file and reserves all of its space, in the place of one that was there. It is a
+  /// run's once its first step is prepared; until then rows are put(). traffic: where its transfers
+  /// are counted; it outlives the file. Errors: kNoSpace with what is needed and free;
+  /// kInvalidArgument, a table of no rows or too many, a log that is too small; kIo.
+  static base::Result<std::unique_ptr<RowFile>> create(CachePlace place, RowFileLayout layout,
+                                                       std::chrono::nanoseconds watchdog,
+                                                       base::TrafficCounter& traffic);
+  /// Takes up the step whose prepare() returned commit_record, and finishes a merge that was
+  /// interrupted. read_only: does not finish it, and then rows of its pages cannot be read.
+  /// Errors: kFailedPrecondition, commit_record is empty: creation was interrupted; kMismatch,
+  /// another run's or an older file; kCorrupt, with table, rows and place; kIo.
+  static base::Result<std::unique_ptr<RowFile>> open(CachePlace place, const RunId& run,
+                                                     std::string_view commit_record,
+                                                     std::chrono::nanoseconds watchdog,
+                                                     base::TrafficCounter& traffic,
+                                                     bool read_only = false);
+  /// Says what a file holds, whatever its state is. Errors: kCorrupt, kMismatch (version), kIo.
+  static base::Result<RowFileLayout> peek(CachePlace place);
+
+  /// Errors: kInvalidArgument as in create(), with the smallest log where that is too small.
+  static base::Status check(const RowFileLayout& layout);
+  /// Size of a file, and memory that it takes at most: buffers, generations and a full log's index.
+  /// Of layouts that pass check().
+  static uint64_t file_bytes(const RowFileLayout& layout);
+  static uint64_t memory_bytes_max(const RowFileLayout& layout);
+
+  ~RowFile();
+  RowFile(const RowFile&) = delete;
+  RowFile& operator=(const RowFile&) = delete;
+
+  const RowFileLayout& layout() const;
+  const std::string& path() const;
+
+  /// i: of the list of rows. record: empty for a row that was never written.
+  using Visit = std::function<void(size_t i, std::span<const std::byte> record)>;
+  /// Reads the newest records, those of the step in progress included. rows: distinct and
+  /// ascending. Each page is read once; visits come in any order. Errors: kCorrupt with table, rows
+  /// and place; kIo; then some were not visited.
+  base::Status read(uint32_t table, std::span<const uint32_t> rows, const Visit& visit);
+  /// Writes records to their homes; of kState and kData tables before the first commit only.
+  /// rows: distinct and ascending; records: [rows.size()][record_bytes]. Errors:
+  /// kFailedPrecondition, the table is committed; kCorrupt, kIo.
+  base::Status put(uint32_t table, std::span<const uint32_t> rows,
+                   std::span<const std::byte> records);
+
+  /// Begins a step, as Store::begin_step does.
+  void begin_step(base::StepNumber step);
+  /// Appends new records of a kState table to the log. rows, records: as in put(); a row that comes
+  /// again in a step has the later record. Errors: kNoSpace, the log is full, with what to do; kIo,
+  /// of this call's writes or of earlier ones of the step. Then the step can only be aborted.
+  base::Status append(uint32_t table, std::span<const uint32_t> rows,
+                      std::span<const std::byte> records);
+  /// Makes the step's records durable and returns the record to be committed with the blocks, a
+  /// short text. Errors: kIo: the step can only be aborted.
+  base::Result<std::string> prepare(base::StepNumber step);
+  /// Makes the prepared step the current one.
+  base::Status commit(base::StepNumber step);
+  /// Forgets what the step has appended, prepared or not.
+  base::Status abort(base::StepNumber step);
+
+  /// Whether the log is full enough for merging to be worth while.
+  bool wants_merge() const;
+  /// Whether a step of so many records needs a merge first, and there is something to merge.
+  bool must_merge(uint64_t records_to_come) const;
+  /// Writes the records of the log's oldest pages home, a bounded batch of them. Only between a
+  /// commit or an abort and the next step's first append. Errors: kCorrupt, kIo: the file is of no
+  /// further use then; opening it again finishes the merge.
+  base::Status merge_some();
+
+  struct Counts {
+    uint64_t home_pages_read = 0, log_pages_read = 0;  // by read()
+    uint64_t records_appended = 0, log_bytes = 0;      // of steps
+    uint64_t records_merged = 0, records_superseded = 0;
+    uint64_t merge_read_bytes = 0;      // homes and log
+    uint64_t merge_log_bytes = 0;       // merge pages
+    uint64_t merge_home_bytes = 0;      // written
+    uint64_t merge_metadata_bytes = 0;  // headers and generations
+    uint64_t merges = 0;
+  };
+  Counts counts() const;
+  /// Of the log, as bytes of its pages: in use, and all.
+  uint64_t log_used_bytes() const;
+  uint64_t log_room_bytes() const;
+
+  /// Reads and checks every page that was written. found: a page that cannot be read or is not what
+  /// was written. progress: bytes done and all; what it returns ends the call. Errors: those of
+  /// progress.
+  base::Status verify(const std::function<base::Status(uint64_t, uint64_t)>& progress,
+                      const std::function<void(const base::Status&)>& found);
+  /// See TransferQueue::close.
+  base::Status close();
+
+ private:
+  RowFile();
+};
+
+}  // namespace smartinf::storage

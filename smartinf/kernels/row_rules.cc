@@ -234,8 +234,7 @@ void catch_up(std::span<const RowScalars> missed, std::span<std::byte> record) {
   if (missed.empty()) return;
   const base::StepNumber from = record_step(record);
   SI_CHECK(missed.front().rule == RowRule::kAdamW, "rows of other rules are not brought up");
-  SI_CHECK(missed.front().step.step == from + 1 && missed.back().step.step == from + missed.size(),
-           "the scalars of all steps that the record missed");
+  SI_CHECK(missed.front().step.step > from, "the scalars of steps that the record missed");
   const uint64_t dim = (record.size() - sizeof(uint32_t)) / (3 * sizeof(float));
   const Planes row = planes_of(RowRule::kAdamW, dim, record);
   set_step(missed.back().step.step, record);

@@ -95,10 +95,11 @@ void read_weights(std::span<const std::byte> record, uint64_t dim, base::DataTyp
 void update_record(const RowScalars& scalars, std::span<const float> gradient,
                    std::span<std::byte> record);
 
-/// Brings a record of AdamW from its step s to step s + missed.size(), the bits being those of as
-/// many updates with a gradient of zeros. missed: the scalars of steps s + 1 and on. Of a row that
-/// was never updated, nothing changes but its step. A row's weights come to rest after about 1000
-/// steps (beta1 0.9); from there on a step costs a tenth.
+/// Brings a record of AdamW to the last of the steps that it missed, the bits being those of as
+/// many updates with a gradient of zeros. missed: their scalars, in order; every step behind the
+/// record's that updated the table. Of a row that was never updated, nothing changes but its step.
+/// A row's weights come to rest after about 1000 steps (beta1 0.9); from there on a step costs a
+/// tenth.
 void catch_up(std::span<const RowScalars> missed, std::span<std::byte> record);
 
 /// What sums of rows start from. Unlike 0, it leaves -0 as it is.

@@ -7,53 +7,29 @@
 // table ends with the u32 step of its last update, which is never 2^32 - 1.
 #pragma once
 
-#include <array>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
 #include <vector>
 
-#include "smartinf/base/enum_names.h"
+#include "smartinf/base/aligned_buffer.h"
 #include "smartinf/base/ids.h"
+#include "smartinf/base/row_map.h"
 #include "smartinf/base/status.h"
+#include "smartinf/base/traffic.h"
 #include "smartinf/storage/container.h"
-#include "smartinf/storage/store.h"
+#include "smartinf/storage/row_format.h"
+#include "smartinf/storage/row_layout.h"
+#include "smartinf/storage/row_log.h"
+#include "smartinf/storage/row_pump.h"
 
 namespace smartinf::storage {
-
-enum class RowTableKind : uint8_t {
-  kState,    // updated by steps and committed with them
-  kData,     // written before the first commit, then read only
-  kScratch,  // written at any time and gone when the file is closed
-};
-inline constexpr std::array<std::string_view, 3> kRowTableKindNames{"state", "data", "scratch"};
-constexpr base::EnumNames enum_names(RowTableKind) { return kRowTableKindNames; }
-
-struct RowTableLayout {
-  std::string name;
-  RowTableKind kind = RowTableKind::kState;
-  uint32_t record_bytes = 0;
-  uint64_t rows = 0;  // on this device, numbered from 0
-
-  friend bool operator==(const RowTableLayout&, const RowTableLayout&) = default;
-};
-
-/// Layout that a file is created with and keeps for life.
-struct RowFileLayout {
-  RunId run;
-  uint32_t device_index = 0;
-  uint32_t device_count = 1;
-  uint64_t log_bytes = 0;  // rounded down to whole pages of the log
-  std::vector<RowTableLayout> tables;
-  std::string description;  // opaque here
-
-  friend bool operator==(const RowFileLayout&, const RowFileLayout&) = default;
-};
 
 /// Threads: one at a time.
 class RowFile {
@@ -126,10 +102,10 @@ class RowFile {
   bool wants_merge() const;
   /// Whether a step of so many records needs a merge first, and there is something to merge.
   bool must_merge(uint64_t records_to_come) const;
-  /// Writes the records of the log's oldest pages home, a bounded batch of them. Only between a
-  /// commit or an abort and the next step's first append. Errors: kCorrupt, kIo: the file is of no
-  /// further use then; opening it again finishes the merge.
-  base::Status merge_some();
+  /// Writes the records of the log's oldest pages home, a bounded batch of them, from so many pages
+  /// at most. Only between a commit or an abort and the next step's first append. Errors: kCorrupt,
+  /// kIo: the file is of no further use then; opening it again finishes the merge.
+  base::Status merge_some(uint64_t log_pages_max = ~uint64_t{0});
 
   struct Counts {
     uint64_t home_pages_read = 0, log_pages_read = 0;  // by read()
@@ -155,7 +131,77 @@ class RowFile {
   base::Status close();
 
  private:
-  RowFile();
+  struct Batch;       // of a merge
+  struct Unfinished;  // a merge
+  using Table = RowGeometry::Table;
+
+  RowFile(CachePlace place, std::chrono::nanoseconds watchdog);
+  base::Status take_layout(RowFileLayout layout, const RunId& file, base::TrafficCounter& traffic);
+  base::Status reserve();
+  base::Status read_header(base::TrafficCounter& traffic);
+  base::Status write_header();
+  base::Status write_generations();
+
+  base::Status usable() const;
+  uint8_t& generation(uint32_t table, uint64_t page) const;
+  base::Status verify_home(uint32_t table, uint64_t page, std::span<const std::byte> bytes) const;
+  base::Status damaged_home(uint32_t table, uint64_t page) const;
+  void fill_unwritten(uint32_t table, std::span<std::byte> page) const;
+  std::span<const std::byte> written(const Table& table, std::span<const std::byte> record) const;
+  uint32_t key_of(const Table& table, uint32_t row) const {
+    return static_cast<uint32_t>(table.first_key + row);
+  }
+  bool add_run(RowPump::Piece& piece, uint32_t table, uint64_t first, uint64_t pages) const;
+  base::Status visit_log_page(uint32_t table, std::span<const std::byte> page, size_t begin,
+                              size_t end, std::span<const uint32_t> rows, const Visit& visit);
+
+  // row_merge.cc
+  base::Status recover(const RowCommit& commit);
+  base::Status lost() const;
+  base::Status read_generations();
+  base::Status read_committed(const RowCommit& commit);
+  base::Status read_merges(Unfinished& unfinished);
+  base::Status finish(const Unfinished& merge);
+  base::Status accept_data(std::span<const std::byte> page, uint64_t number);
+  base::Status accept_merge(std::span<const std::byte> page, uint64_t number);
+  base::Status take_records(uint64_t until, Batch& batch);
+  base::Status read_homes(Batch& batch);
+  void change_homes(Batch& batch);
+  base::Status append_merge_pages(const Batch& batch);
+  base::Status write_home(const Batch& batch);
+
+  std::string directory_;
+  FileDescriptor descriptor_;
+  uint64_t size_bytes_ = 0;
+  std::unique_ptr<TransferQueue> queue_;  // until the pump has it
+
+  RowFileLayout layout_;
+  RowGeometry geometry_;
+  RowSeeds seeds_;
+  RowHeader header_;
+  std::unique_ptr<RowPump> pump_;
+  std::optional<RowLog> log_;
+  base::RowMap index_;               // key of a row -> slot of its newest record's page
+  base::AlignedBuffer generations_;  // by page of all tables
+  Counts counts_;
+
+  bool creating_ = false;  // nothing is committed
+  bool read_only_ = false;
+  bool failed_ = false;  // a merge: memory and drive may differ
+  bool prepared_ = false;
+  base::StepNumber step_ = 0;
+  RowLog::Mark base_;            // where the step in progress begins
+  uint64_t committed_head_ = 0;  // pages before it are merged
+  struct Undo {
+    uint32_t key = 0, slot = 0;  // before the step
+  };
+  std::vector<Undo> undo_;
+  struct PageItem {
+    uint64_t page = 0;
+    size_t item = 0;
+  };
+  std::vector<PageItem> homes_, logs_;  // of a read
+  std::vector<uint64_t> unfinished_;    // read_only_: pages of a merge, of all tables, ascending
 };
 
 }  // namespace smartinf::storage

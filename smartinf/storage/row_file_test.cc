@@ -594,6 +594,103 @@ TEST_F(RowFileTest, TheIndexGrowsWithTheLog) {
   check_all(**opened);
 }
 
+TEST_F(RowFileTest, ATornPageKeepsItsOtherRecordsOrIsRefused) {
+  ASSERT_TRUE(create().ok());
+  file_->begin_step(1);
+  ASSERT_TRUE(file_->append(kSmall, std::vector<uint32_t>{1}, record(kSmall, 1, 2)).ok());
+  model_[kSmall][1] = 2;
+  record_ = *file_->prepare(1);
+  ASSERT_TRUE(file_->commit(1).ok());
+  const MemoryDisk before = disk_;
+  const RowGeometry geometry(layout());
+  const auto home = [&] { return disk_.contents().subspan(geometry.tables[0].offset_bytes, 4096); };
+  const std::vector<std::byte> old(home().begin(), home().end());
+  uint64_t torn = 0;
+  for (uint64_t cut = 0;; ++cut) {
+    disk_ = before;
+    ASSERT_TRUE(open().ok());
+    power_.cut_after(cut);
+    const bool merged = file_->merge_some().ok();
+    file_.reset();
+    power_.restore();
+    disk_.settle(CutFate::kTorn, cut);
+    if (merged) break;
+    if (std::ranges::equal(home(), old)) continue;
+    const MemoryDisk after = disk_;
+    ASSERT_TRUE(open().ok());
+    if (file_->counts().merges == 0) continue;  // the new header is there
+    ++torn;
+    file_.reset();
+    disk_ = after;
+    home()[1005] ^= std::byte{1};  // of the record that changes: it is in the log
+    ASSERT_TRUE(open().ok());
+    EXPECT_TRUE(compare(model_).ok());
+    file_.reset();
+    disk_ = after;
+    home()[5] ^= std::byte{1};  // of another one
+    const Status status = open();
+    EXPECT_EQ(status.code(), ErrorCode::kCorrupt) << status.to_string();
+    EXPECT_NE(status.to_string().find("rows 0 to 3 of table small"), std::string::npos);
+  }
+  EXPECT_GT(torn, 0u);
+}
+
+TEST_F(RowFileTest, AMergeOfManyPagesIsDoneOrNotBegun) {
+  RowFileLayout many = layout();
+  many.tables = {{"one number a row", RowTableKind::kState, 12, 60'000}};
+  many.log_bytes = 80 * 4096;
+  disk_ = MemoryDisk(RowFile::file_bytes(many));
+  const auto open_many = [&] {
+    file_.reset();
+    auto file = RowFile::open(place(), many.run, record_, std::chrono::seconds(10), traffic_);
+    if (file.ok()) file_ = std::move(*file);
+    return file.status();
+  };
+  auto made = RowFile::create(place(), many, std::chrono::seconds(10), traffic_);
+  ASSERT_TRUE(made.ok()) << made.status().to_string();
+  file_ = std::move(*made);
+  std::map<uint32_t, uint32_t> newest;
+  for (uint32_t s = 0; s <= 2; ++s) {
+    file_->begin_step(s);
+    std::vector<uint32_t> rows, words;
+    for (uint32_t row = s * 7; s > 0 && row < 60'000; row += 31 + s) {
+      rows.push_back(row);
+      words.insert(words.end(), {row, s, s});
+      newest[row] = s;
+    }
+    ASSERT_TRUE(file_->append(0, rows, std::as_bytes(std::span(words))).ok());
+    record_ = *file_->prepare(s);
+    ASSERT_TRUE(file_->commit(s).ok());
+  }
+  file_.reset();
+  const MemoryDisk before = disk_;
+  std::vector<uint32_t> all(60'000);
+  std::iota(all.begin(), all.end(), 0u);
+  uint64_t log_bytes = 0;
+  for (uint64_t cut = 0;; ++cut) {
+    disk_ = before;
+    ASSERT_TRUE(open_many().ok());
+    power_.cut_after(cut);
+    const bool merged = file_->merge_some().ok();
+    log_bytes = file_->counts().merge_log_bytes;
+    file_.reset();
+    power_.restore();
+    disk_.settle(static_cast<CutFate>(cut % kCutFates), cut);
+    const Status opened = open_many();
+    ASSERT_TRUE(opened.ok()) << "cut after " << cut << ": " << opened.to_string();
+    uint64_t right = 0;
+    const Status read = file_->read(0, all, [&](size_t i, std::span<const std::byte> found) {
+      const auto at = newest.find(all[i]);
+      right += found.empty() ? at == newest.end()
+                             : at != newest.end() && load<uint32_t>(found, 4) == at->second;
+    });
+    ASSERT_TRUE(read.ok()) << "cut after " << cut << ": " << read.to_string();
+    ASSERT_EQ(right, all.size()) << "cut after " << cut;
+    if (merged) break;
+  }
+  EXPECT_GE(log_bytes, 2u * 4096);
+}
+
 TEST_F(RowFileTest, ScratchIsWrittenAtAnyTimeAndGoneWhenClosed) {
   ASSERT_TRUE(create().ok());
   ASSERT_TRUE(put(kSums, {0, 5, 290}, 4).ok());

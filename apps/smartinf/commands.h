@@ -55,6 +55,7 @@ std::optional<int> run_with_torch(std::string_view command, char** arguments);
 
 // Subcommands of bench.
 void add_bench_attend(CLI::App& bench, Run& run);
+void add_bench_rows(CLI::App& bench, Run& run);
 void add_bench_kernels(CLI::App& bench, Run& run);
 void add_bench_step(CLI::App& bench, Run& run);
 void add_bench_overlap(CLI::App& bench, Run& run);

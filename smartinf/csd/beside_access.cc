@@ -1,6 +1,7 @@
 #include "smartinf/csd/beside_access.h"
 
 #include "smartinf/csd/messages/cache/cache_access.h"
+#include "smartinf/csd/messages/rows/rows_access.h"
 #include "smartinf/csd/spool_access.h"
 
 namespace smartinf::csd {
@@ -9,6 +10,7 @@ std::vector<std::unique_ptr<BesideAccess>> make_beside_accesses(DeviceParts& par
   std::vector<std::unique_ptr<BesideAccess>> all;
   all.push_back(std::make_unique<SpoolAccess>(parts));
   all.push_back(std::make_unique<CacheAccess>(parts));
+  all.push_back(std::make_unique<RowsAccess>(parts));
   return all;
 }
 

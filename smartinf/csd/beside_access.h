@@ -3,8 +3,10 @@
 
 #include <cstdint>
 #include <memory>
+#include <string>
 #include <vector>
 
+#include "smartinf/base/ids.h"
 #include "smartinf/base/status.h"
 #include "smartinf/csd/device.h"
 #include "smartinf/csd/device_parts.h"
@@ -34,6 +36,14 @@ class BesideAccess {
   virtual void on_time(uint64_t now_ns) = 0;
   /// When on_time() will have something to do; ~0: nothing is on the link.
   virtual uint64_t next_due_ns() const = 0;
+
+  // Steps, of a family whose state is committed with the store's. The store does the same right
+  // after begin_step() and prepare(), and right before commit() and abort(). prepare() returns what
+  // is to be kept with the step (storage/row_commit.h).
+  virtual void begin_step(base::StepNumber) {}
+  virtual base::Result<std::string> prepare(base::StepNumber) { return std::string(); }
+  virtual base::Status commit(base::StepNumber) { return base::Status(); }
+  virtual base::Status abort(base::StepNumber) { return base::Status(); }
 
   /// Bytes at the drive that the store does not count. Threads: any.
   virtual base::TrafficReading traffic() const { return {}; }

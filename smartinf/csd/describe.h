@@ -21,6 +21,12 @@ void describe(Wire& wire, StepScalars& scalars) {
        step_size, dampening_factor, initial_variance, step, seed);
 }
 
+template <typename Wire>
+void describe(Wire& wire, RowScalars& scalars) {
+  auto& [rule, step] = scalars;
+  wire(base::choice(rule, RowRule::kAdamW), step);
+}
+
 }  // namespace smartinf::kernels
 
 namespace smartinf::plan {
@@ -101,9 +107,9 @@ namespace smartinf::csd {
 template <typename Wire>
 void describe(Wire& wire, DeviceShare& share) {
   auto& [slot_memory_bytes, weight_read_slots, compressed_block_bytes, gradient_memory_bytes,
-         spool_bytes, cache_memory_bytes, cache_bytes, groups, matrices] = share;
+         spool_bytes, cache_memory_bytes, cache_bytes, row_memory_bytes, groups, matrices] = share;
   wire(slot_memory_bytes, weight_read_slots, compressed_block_bytes, gradient_memory_bytes,
-       spool_bytes, cache_memory_bytes, cache_bytes, groups, matrices);
+       spool_bytes, cache_memory_bytes, cache_bytes, row_memory_bytes, groups, matrices);
 }
 template <typename Wire>
 void describe(Wire& wire, SourceWishes& wishes) {
@@ -116,10 +122,10 @@ template <typename Wire>
 void describe(Wire& wire, DeviceInfo& info) {
   auto& [name, kind, ring, slots, memory_bytes, gradient_memory_bytes, gradients_spilled,
          updates_as_completed, threads, state_cache_bytes, cached_subgroups, spool_bytes,
-         cache_memory_bytes, weight_read_slots, of_other_rank, rank] = info;
+         cache_memory_bytes, row_memory_bytes, weight_read_slots, of_other_rank, rank] = info;
   wire(name, kind, ring, slots, memory_bytes, gradient_memory_bytes, gradients_spilled,
        updates_as_completed, threads, state_cache_bytes, cached_subgroups, spool_bytes,
-       cache_memory_bytes, weight_read_slots, of_other_rank, rank);
+       cache_memory_bytes, row_memory_bytes, weight_read_slots, of_other_rank, rank);
 }
 
 }  // namespace smartinf::csd

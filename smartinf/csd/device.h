@@ -78,6 +78,7 @@ struct DeviceInfo {
   uint32_t cached_subgroups = 0;
   uint64_t spool_bytes = 0;        // room for PutSpool
   uint64_t cache_memory_bytes = 0;  // for keys and values (messages/cache); 0: it keeps none
+  uint64_t row_memory_bytes = 0;    // for tables (messages/rows); 0: it keeps none
   uint32_t weight_read_slots = 0;  // their memory is part of memory_bytes
   /// Another process drives it. What stands for it here takes every command and does nothing.
   bool of_other_rank = false;
@@ -109,8 +110,8 @@ class Device {
   virtual base::Status cache_state(std::span<const base::SubgroupId> subgroups);
 
   /// Takes the command. Never fails: a failure is the completion's status. Commands of one device
-  /// are carried out in order, but for gradients, which may complete early, ReadWeights, and the
-  /// spool's.
+  /// are carried out in order, but for gradients, which may complete early, ReadWeights, and those
+  /// of the spool, the cache and tables.
   virtual void submit(Command& command) = 0;
 
   /// Over the host link: up are weights (and state, for a host update), down are gradients.

@@ -34,6 +34,7 @@ struct DeviceShare {
   uint64_t spool_bytes = 0;             // room for the spool
   uint64_t cache_memory_bytes = 0;      // for keys and values; 0: the device keeps none
   uint64_t cache_bytes = ~uint64_t{0};  // room for them on the drive, at most
+  uint64_t row_memory_bytes = 0;        // for tables; 0: the device keeps none
   std::vector<plan::GroupSpan> groups;  // of the whole parameter space
   std::vector<compress::MatrixLayout> matrices;  // of it too, where compression needs them
 };

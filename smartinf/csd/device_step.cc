@@ -46,10 +46,13 @@ base::Status DeviceStep::begin(base::StepNumber step) {
   return base::Status();
 }
 
+base::Status DeviceStep::check_prepare(const Prepare& prepare, const base::Status& failure) const {
+  if (begun() && prepare.step == number_) return failure;
+  return step_out_of_order("it has not begun", prepare.step);
+}
+
 base::Status DeviceStep::prepare(const Prepare& prepare, const base::Status& failure) {
-  if (!begun() || prepare.step != number_)
-    return step_out_of_order("it has not begun", prepare.step);
-  SI_RETURN_IF_ERROR(failure);
+  SI_RETURN_IF_ERROR(check_prepare(prepare, failure));
   SI_RETURN_IF_ERROR(parts_.store->prepare(prepare.step, prepare.client_metadata));
   phase_ = Phase::kPrepared;
   return base::Status();

@@ -29,6 +29,8 @@ class DeviceStep {
   /// Errors of all: kFailedPrecondition at the wrong time; the store's.
   base::Status begin(base::StepNumber step);
   /// failure: of anything that the step needs.
+  /// Why it cannot be prepared; failure: of what was done in it.
+  base::Status check_prepare(const Prepare& prepare, const base::Status& failure) const;
   base::Status prepare(const Prepare& prepare, const base::Status& failure);
   base::Status commit(base::StepNumber step);
   base::Status abort(base::StepNumber step);

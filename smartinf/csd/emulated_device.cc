@@ -101,15 +101,18 @@ storage::Container container_on(EmulatedDrive& drive, const std::string& name,
 }
 
 /// Lets keys and values lie in the drive's memory for them.
-void keep_cache_on(EmulatedDrive& drive, LocalDeviceOptions& options) {
+void keep_files_on(EmulatedDrive& drive, LocalDeviceOptions& options) {
   options.open_cache_place =
-      [&drive,
-       name = options.path](const storage::StoreOptions& store) -> Result<storage::CachePlace> {
+      [&drive, path = options.path](
+          std::string_view name,
+          const storage::StoreOptions& store) -> Result<storage::CachePlace> {
+    const std::span<std::byte> contents =
+        name == storage::kRowFileName ? drive.row_contents() : drive.cache_contents();
     storage::CachePlace place;
-    place.path = name;
+    place.path = path;
     place.direct = true;
-    place.size_bytes = drive.cache_contents().size();
-    place.ring = std::make_unique<DriveRing>(drive.cache_contents(), store.ring.depth);
+    place.size_bytes = contents.size();
+    place.ring = std::make_unique<DriveRing>(contents, store.ring.depth);
     if (store.wrap_ring) place.ring = store.wrap_ring(std::move(place.ring));
     return place;
   };
@@ -141,11 +144,15 @@ Status no_state(const std::string& name) {
 }  // namespace
 
 Result<std::unique_ptr<EmulatedDrive>> EmulatedDrive::create(uint64_t size_bytes,
-                                                             uint64_t cache_bytes) {
+                                                             uint64_t cache_bytes,
+                                                             uint64_t row_bytes) {
   SI_ASSIGN_OR_RETURN(base::AlignedBuffer memory, base::AlignedBuffer::allocate(size_bytes));
   std::unique_ptr<EmulatedDrive> drive(new EmulatedDrive(std::move(memory)));
   if (cache_bytes > 0) {
     SI_ASSIGN_OR_RETURN(drive->cache_memory_, base::AlignedBuffer::allocate(cache_bytes));
+  }
+  if (row_bytes > 0) {
+    SI_ASSIGN_OR_RETURN(drive->row_memory_, base::AlignedBuffer::allocate(row_bytes));
   }
   return drive;
 }
@@ -200,7 +207,7 @@ Result<std::unique_ptr<Device>> create_emulated_device(LocalDeviceOptions option
       std::unique_ptr<storage::Store> made,
       storage::BlockStore::create(container_on(drive, options.path, store), layout, store));
   drive.holds_store_ = true;
-  keep_cache_on(drive, options);
+  keep_files_on(drive, options);
   return make_device_over(std::move(made), StoreOrigin::kCreated, std::move(options), "emulated");
 }
 
@@ -209,7 +216,7 @@ Result<std::unique_ptr<Device>> open_emulated_device(LocalDeviceOptions options,
   const storage::StoreOptions store = linked_store_options(options);
   SI_ASSIGN_OR_RETURN(std::unique_ptr<storage::Store> opened,
                       storage::BlockStore::open(container_on(drive, options.path, store), store));
-  keep_cache_on(drive, options);
+  keep_files_on(drive, options);
   return make_device_over(std::move(opened), StoreOrigin::kOpened, std::move(options), "emulated");
 }
 

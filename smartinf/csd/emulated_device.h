@@ -20,10 +20,11 @@ namespace smartinf::csd {
 /// The medium. It outlives the devices opened on it one after another, as a drive does.
 class EmulatedDrive {
  public:
-  /// Pages are taken from the system as they are written. cache_bytes: for keys and values, beside.
-  /// Errors: kOutOfMemory.
+  /// Pages are taken from the system as they are written. cache_bytes: for keys and values, beside;
+  /// row_bytes: for tables, likewise. Errors: kOutOfMemory.
   static base::Result<std::unique_ptr<EmulatedDrive>> create(uint64_t size_bytes,
-                                                             uint64_t cache_bytes = 0);
+                                                             uint64_t cache_bytes = 0,
+                                                             uint64_t row_bytes = 0);
   /// Bytes that a store of this layout needs, with the spool behind it. Errors: as Store::create's
   /// for the layout.
   static base::Result<uint64_t> size_for(const storage::StoreLayout& layout,
@@ -32,6 +33,7 @@ class EmulatedDrive {
   std::span<std::byte> contents() const { return memory_.bytes(); }
   uint64_t size_bytes() const { return memory_.size(); }
   std::span<std::byte> cache_contents() const { return cache_memory_.bytes(); }
+  std::span<std::byte> row_contents() const { return row_memory_.bytes(); }
 
   bool holds_store() const { return holds_store_; }
   /// Summary of its store. Errors: kNotFound, kCorrupt.
@@ -57,6 +59,7 @@ class EmulatedDrive {
   explicit EmulatedDrive(base::AlignedBuffer memory) : memory_(std::move(memory)) {}
   base::AlignedBuffer memory_;
   base::AlignedBuffer cache_memory_;
+  base::AlignedBuffer row_memory_;
   bool holds_store_ = false;
 };
 

@@ -21,6 +21,7 @@
 #include "smartinf/csd/transfer_handler.h"
 #include "smartinf/csd/weights_reader.h"
 #include "smartinf/storage/leak_in_flight.h"
+#include "smartinf/storage/row_commit.h"
 
 namespace smartinf::csd {
 namespace {
@@ -101,6 +102,8 @@ class LocalDevice final : public Device {
   void read_weights(Command& command);
   void serve_step(Command& command);
   const Status& step_failure() const;
+  Status prepare(const Prepare& message);
+  Status commit(base::StepNumber step);
   Status abort(base::StepNumber step);
   bool flush_before_closing();
   void give_up(Status status);
@@ -185,6 +188,7 @@ Status LocalDevice::open(std::unique_ptr<storage::Store> store, StoreOrigin orig
   info_.threads = processor_->threads();
   info_.spool_bytes = store_->spool_bytes();
   info_.cache_memory_bytes = options.cache_memory_bytes;
+  info_.row_memory_bytes = options.row_memory_bytes;
   remember_state();
   thread_ = std::jthread([this] { run(); });
   pthread_setname_np(thread_.native_handle(), "si-device");
@@ -210,7 +214,7 @@ LocalDevice::~LocalDevice() {
 void LocalDevice::remember_state() {
   const std::lock_guard lock(state_mutex_);
   state_ = store_->state();
-  client_metadata_ = store_->client_metadata();
+  client_metadata_ = storage::split_row_commit(store_->client_metadata()).client_metadata;
 }
 
 Status LocalDevice::recover_to(base::StepNumber step) {
@@ -515,6 +519,9 @@ void LocalDevice::serve_step(Command& command) {
   if (const auto* begin = command.as<BeginStep>()) {
     prefetch_.forget();
     Status status = step_.begin(begin->step);
+    for (const auto& access : beside_) {
+      if (status.ok()) access->begin_step(begin->step);
+    }
     weights_.begin_step(step_.between_steps() ? 0 : step_.number());
     return parts_.complete(command, std::move(status));
   }
@@ -522,10 +529,10 @@ void LocalDevice::serve_step(Command& command) {
   Status status;
   base::StepNumber step = 0;
   if (const auto* prepared = command.as<Prepare>()) {
-    status = step_.prepare(*prepared, step_failure());
+    status = prepare(*prepared);
     step = prepared->step;
   } else if (const auto* committed = command.as<Commit>()) {
-    status = step_.commit(committed->step);
+    status = commit(committed->step);
     step = committed->step;
   } else {
     step = std::get<Abort>(command.message).step;
@@ -546,8 +553,33 @@ const Status& LocalDevice::step_failure() const {
   return handler_.failure().ok() ? state_access_.write_failure() : handler_.failure();
 }
 
+Status LocalDevice::prepare(const Prepare& message) {
+  Prepare whole = message;
+  SI_RETURN_IF_ERROR(step_.check_prepare(message, step_failure()));
+  for (const auto& access : beside_) {
+    SI_ASSIGN_OR_RETURN(const std::string record, access->prepare(message.step));
+    whole.client_metadata = storage::join_row_commit(std::move(whole.client_metadata), record);
+  }
+  return step_.prepare(whole, Status());
+}
+
+Status LocalDevice::commit(base::StepNumber step) {
+  const bool prepared = !step_.between_steps();
+  SI_RETURN_IF_ERROR(step_.commit(step));
+  if (!prepared) return Status();
+  for (const auto& access : beside_) SI_RETURN_IF_ERROR(access->commit(step));
+  return Status();
+}
+
 Status LocalDevice::abort(base::StepNumber step) {
+  const bool in_step = !step_.between_steps();
   Status status = step_.abort(step);
+  if (in_step && step_.between_steps()) {
+    for (const auto& access : beside_) {
+      Status aborted = access->abort(step);
+      if (status.ok()) status = std::move(aborted);
+    }
+  }
   if (step_.between_steps()) {
     handler_.forget_failure();
     state_access_.forget_failure();

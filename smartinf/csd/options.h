@@ -71,8 +71,13 @@ struct LocalDeviceOptions {
   /// and room for them on the drive. 0: the device keeps none.
   uint64_t cache_memory_bytes = 0;
   uint64_t cache_bytes = ~uint64_t{0};
-  /// Opens the place of their file, new or as it is. Null: in the directory `path`.
-  std::function<base::Result<storage::CachePlace>(const storage::StoreOptions& options)>
+  /// Memory for tables (messages/rows): where their rows are, and a cache of rows. 0: the device
+  /// keeps none.
+  uint64_t row_memory_bytes = 0;
+  /// Opens the place of a file beside the state (storage::kCacheFileName, kRowFileName), new or as
+  /// it is. Null: in the directory `path`.
+  std::function<base::Result<storage::CachePlace>(std::string_view name,
+                                                  const storage::StoreOptions& options)>
       open_cache_place;
 
   /// The group of every element: spans in order, without gaps. Empty: group 0 everywhere.

@@ -78,6 +78,7 @@ csd::LocalDeviceOptions DeviceBuild::options(const UpdaterOptions& engine,
   result.store.spool_bytes = share.spool_bytes;
   result.cache_memory_bytes = share.cache_memory_bytes;
   result.cache_bytes = share.cache_bytes;
+  result.row_memory_bytes = share.row_memory_bytes;
   result.store.checksums = engine.checksums;
   result.store.io_bytes = engine.io_bytes;
   result.store.io_depth = engine.io_depth;

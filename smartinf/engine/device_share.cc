@@ -81,6 +81,9 @@ DeviceShare device_share(const UpdaterOptions& options, const plan::ParameterSpa
   share.gradient_memory_bytes =
       fits ? ~uint64_t{0}
            : static_cast<uint64_t>(part * static_cast<double>(options.gradient_budget_bytes));
+  if (!options.tables.empty()) {
+    share.row_memory_bytes = options.table_memory_bytes / options.devices.size();
+  }
   share.groups = space.spans(0, space.count());
   share.matrices = matrices_of_second_moment(options, space);
   return share;

@@ -1,6 +1,7 @@
 #include "smartinf/engine/device_updater.h"
 
 #include <algorithm>
+#include <cmath>
 #include <utility>
 
 #include <fmt/format.h>
@@ -37,6 +38,9 @@ base::Result<std::unique_ptr<DeviceUpdater>> DeviceUpdater::make(const UpdaterOp
                       make_gradient_path({made->options_, made->space_, made->set_, made->state_,
                                           made->gradient_tracker_, made->team_, made->watch_},
                                          made->metadata_));
+  if (!options.tables.empty()) {
+    SI_ASSIGN_OR_RETURN(made->tables_, RowTables::open(made->options_, made->set_, made->watch_));
+  }
   return made;
 }
 
@@ -115,6 +119,7 @@ Status DeviceUpdater::begin_step() {
     update_started_ = false;
   }
   gradient_tracker_.begin();
+  if (tables_ != nullptr) tables_->forget();
   sum_of_squares_max_ = 0;
   gradient_error_ = state_.on_all_devices(csd::BeginStep{step});
   return gradient_error_;
@@ -183,6 +188,18 @@ base::Result<GradientSummary> DeviceUpdater::finish_gradients(double unscale) {
   return options_.peers == nullptr ? summary : sum_gradients(*options_.peers, summary);
 }
 
+/// The norm of parameters and tables together.
+void DeviceUpdater::add_tables(const RowTables::Found& found, double unscale,
+                               GradientSummary& summary) {
+  if (!found.finite && summary.finite) {
+    summary.finite = false;
+    summary.first_bad = found.first_bad;
+  }
+  if (found.sum_of_squares == 0) return;
+  const double norm = std::sqrt(found.sum_of_squares) * std::abs(unscale);
+  summary.norm = std::sqrt(summary.norm * summary.norm + norm * norm);
+}
+
 base::Result<GradientSummary> DeviceUpdater::finish_gradients_here(double unscale) {
   const std::lock_guard lock(mutex_);
   if (protocol_.phase() != Phase::kSummed) {
@@ -190,6 +207,7 @@ base::Result<GradientSummary> DeviceUpdater::finish_gradients_here(double unscal
   }
   SI_RETURN_IF_ERROR(gradient_error_);
   SI_ASSIGN_OR_RETURN(GradientSummary summary, gradient_tracker_.finish(unscale));
+  if (tables_ != nullptr) add_tables(tables_->finish_gradients(), unscale, summary);
   SI_RETURN_IF_ERROR(protocol_.finish_gradients());
   return summary;
 }
@@ -303,7 +321,20 @@ Status DeviceUpdater::start_update(const UpdateOptions& options, base::DataType 
   const bool right = protocol_.early() && guess_type_ == type && guess_ == updates.front().scalars;
   if (protocol_.early() && !right) restore_skipped(guessed, sink, updates);
   path_->start_update(options, number, updates);
-  SI_RETURN_IF_ERROR(protocol_.start_update(devices_in(updates)));
+  std::vector<std::vector<csd::UpdateRows>> of_tables;
+  size_t messages = devices_in(updates);
+  if (tables_ != nullptr) {
+    std::vector<double> rates = options.table_rates;
+    rates.resize(tables_->count(), options.groups.front().lr);
+    of_tables = tables_->make_updates(rates, number, options.gradient_scale);
+    for (const auto& of_device : of_tables) messages += of_device.size();
+  }
+  SI_RETURN_IF_ERROR(protocol_.start_update(messages));
+  for (size_t d = 0; d < of_tables.size(); ++d) {
+    for (csd::UpdateRows& message : of_tables[d]) {
+      step_replies_.submit(*set_.devices[d], std::move(message));
+    }
+  }
   if (right) {
     for (csd::Update& update : updates) update.mode = plan::UpdateMode::kRest;
     fetches_.finish();
@@ -382,7 +413,8 @@ void DeviceUpdater::complete(Completion&& completion) {
       completion.command->as<csd::Prefetch>() != nullptr) {
     return protocol_.failed(std::move(completion.status));
   }
-  if (completion.command->as<csd::Update>() != nullptr) {
+  if (completion.command->as<csd::Update>() != nullptr ||
+      completion.command->as<csd::UpdateRows>() != nullptr) {
     return act(protocol_.update_ended(std::move(completion.status)));
   }
   const bool persisting = protocol_.phase() == Phase::kPersisting;

@@ -21,6 +21,7 @@
 #include "smartinf/engine/gradient_path.h"
 #include "smartinf/engine/gradient_tracker.h"
 #include "smartinf/engine/ranks/collectives.h"
+#include "smartinf/engine/row_tables.h"
 #include "smartinf/engine/spool.h"
 #include "smartinf/engine/step_metadata.h"
 #include "smartinf/engine/step_protocol.h"
@@ -87,6 +88,7 @@ class DeviceUpdater final : public Updater {
   base::Status abort() override;
 
   Spool* spool() override { return spool_.get(); }
+  RowTables* tables() override { return tables_.get(); }
   Compression* compression() override { return path_->compression(); }
   UpdaterTraffic traffic() const override;
   uint64_t bytes_written_ever() const override;
@@ -122,6 +124,7 @@ class DeviceUpdater final : public Updater {
   /// The step's number for rules and random choices: the caller's, or the one to be committed.
   base::StepNumber number_of(const UpdateOptions& options) const;
   base::Result<GradientSummary> finish_gradients_here(double unscale);
+  static void add_tables(const RowTables::Found& found, double unscale, GradientSummary& summary);
   /// For a call between steps (`what`, in the error): waits for a commit that was started.
   base::Status be_idle(std::string_view what);
 
@@ -169,6 +172,7 @@ class DeviceUpdater final : public Updater {
 
   DeviceReplies step_replies_{watch_};  // to the engine thread
   std::unique_ptr<Spool> spool_;        // null: none was asked for
+  std::unique_ptr<RowTables> tables_;   // null: none were asked for
 
   mutable std::mutex mutex_;  // of everything below
   std::condition_variable changed_;

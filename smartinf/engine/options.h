@@ -16,10 +16,12 @@
 #include "smartinf/base/status.h"
 #include "smartinf/compress/options.h"
 #include "smartinf/csd/trace.h"
+#include "smartinf/kernels/row_rules.h"
 #include "smartinf/kernels/update_rule.h"
 #include "smartinf/plan/memory_plan.h"
 #include "smartinf/plan/schedule.h"
 #include "smartinf/serve/options.h"
+#include "smartinf/storage/row_file.h"
 #include "smartinf/storage/store.h"
 
 namespace smartinf::csd {
@@ -69,6 +71,16 @@ struct DeviceOptions {
 /// Whether DeviceOptions::processor can be understood. Errors: kInvalidArgument with what there is.
 base::Status check_processor(const std::string& processor);
 
+/// A table of which a step touches few rows (row_tables.h).
+struct TableOptions {
+  std::string name;
+  uint64_t rows = 0;
+  uint32_t dim = 0;
+  storage::RowTableKind kind = storage::RowTableKind::kState;
+  kernels::RowOptions rule;  // of a state table
+  kernels::RowStart start;   // weights that are not put
+};
+
 struct UpdaterOptions {
   std::vector<DeviceOptions> devices;
   /// The ranks that share the run; null: this process alone. Every rank names the devices of all of
@@ -101,6 +113,11 @@ struct UpdaterOptions {
   /// Weights that have no place in memory are fetched from the devices (Updater::fetch_weights),
   /// which read them into slots of their own, out of the memory budget. Not with compression.
   bool stream_weights = false;
+  std::vector<TableOptions> tables;
+  /// Memory for where rows of tables are and for a cache of them, of all devices together.
+  uint64_t table_memory_bytes = uint64_t{256} << 20;
+  /// Room on the drives for rows on their way home, of all devices together; 0: chosen.
+  uint64_t table_log_bytes = 0;
   storage::Durability durability = storage::Durability::kStep;
   bool checksums = true;
   storage::RingKind ring = storage::RingKind::kAuto;

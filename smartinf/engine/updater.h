@@ -33,11 +33,13 @@
 namespace smartinf::engine {
 
 struct StoredRun;  // stored_run.h
+class RowTables;   // row_tables.h
 class Spool;       // spool.h
 
 struct UpdateOptions {
   double gradient_scale = 1;                  // multiplies every gradient: unscale x clip factor
   std::vector<kernels::GroupOptions> groups;  // one per group of the parameter space
+  std::vector<double> table_rates;  // learning rate of each table; empty: the first group's
   /// Which step this is to the caller, from 1: stochastic rounding and compression's warm-up go by
   /// it. 0: committed_step() + 1, which also counts edits and begins anew on other devices.
   uint64_t number = 0;
@@ -237,6 +239,8 @@ class Updater : public WeightSource {
   /// UpdaterOptions::spool_bytes. Lives as long as the updater. It may be used from another thread
   /// than the updater, and between any two of its calls.
   virtual Spool* spool() { return nullptr; }
+  /// Null without UpdaterOptions::tables. Lives as long as the updater.
+  virtual RowTables* tables() { return nullptr; }
   /// Null where gradients go down as they are. Lives as long as the updater.
   virtual Compression* compression() { return nullptr; }
   /// The ranks that make every call together; null: this process alone.

@@ -158,8 +158,9 @@ Status HostedSession::open_device(const Attach& request) {
     return std::move(device).status();
   }
   const csd::DeviceInfo& info = (*device)->info();
-  device_charge_ = Charge(memory, info.memory_bytes + info.gradient_memory_bytes +
-                                      info.cache_memory_bytes + kSpareMax * kPieceBytes);
+  device_charge_ =
+      Charge(memory, info.memory_bytes + info.gradient_memory_bytes + info.cache_memory_bytes +
+                         info.row_memory_bytes + kSpareMax * kPieceBytes);
   Status enough = device_charge_.taken()
                       ? check_share((*device)->layout(), share_)
                       : Status(ErrorCode::kOutOfMemory,

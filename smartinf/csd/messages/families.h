@@ -7,6 +7,7 @@
 
 #include "smartinf/base/status.h"
 #include "smartinf/csd/messages/cache/cache.h"
+#include "smartinf/csd/messages/rows/rows.h"
 #include "smartinf/csd/messages/spool.h"
 #include "smartinf/csd/messages/step.h"
 #include "smartinf/csd/messages/weights.h"
@@ -23,7 +24,8 @@ template <typename... A, typename... B, typename... Rest>
 struct JoinFamilies<std::variant<A...>, std::variant<B...>, Rest...>
     : JoinFamilies<std::variant<A..., B...>, Rest...> {};
 
-using Message = JoinFamilies<StepMessage, WeightsMessage, SpoolMessage, CacheMessage>::Type;
+using Message =
+    JoinFamilies<StepMessage, WeightsMessage, SpoolMessage, CacheMessage, RowsMessage>::Type;
 
 /// As in error texts and traces: "begin step".
 inline std::string_view message_name(const Message& message) {

@@ -22,8 +22,8 @@ using base::Status;
 namespace {
 
 std::string packed(const UpdateOptions& options, base::DataType type) {
-  const auto& [gradient_scale, groups, number] = options;
-  return pack(gradient_scale, groups, number, type);
+  const auto& [gradient_scale, groups, table_rates, number] = options;
+  return pack(gradient_scale, groups, table_rates, number, type);
 }
 
 // ---- Opening.
@@ -35,9 +35,10 @@ std::vector<std::pair<std::string_view, std::string>> descriptions(
     const UpdaterOptions& options, const plan::ParameterSpace& space) {
   const auto& [devices, collectives, peers, rule, format, where, schedule, gradient_type, seed,
                compress, memory_budget_bytes, state_cache_bytes, gradient_budget_bytes,
-               gradient_room, subgroup_elements, spool_bytes, stream_weights, durability, checksums,
-               ring, io_bytes, io_depth, pin_threads, create, device_silence_max, recover_to,
-               host_link, remote, trace] = options;
+               gradient_room, subgroup_elements, spool_bytes, stream_weights, tables,
+               table_memory_bytes, table_log_bytes, durability, checksums, ring, io_bytes, io_depth,
+               pin_threads, create, device_silence_max, recover_to, host_link, remote, trace] =
+      options;
   std::string packed_devices;
   for (const DeviceOptions& device : devices) {
     const auto& [path, name, threads, bandwidth, capacity_bytes, rated_endurance_bytes,
@@ -49,7 +50,8 @@ std::vector<std::pair<std::string_view, std::string>> descriptions(
           {"optimizer", pack(rule, format, where, gradient_type, seed, stream_weights, durability,
                              schedule, checksums)},
           {"memory budgets", pack(memory_budget_bytes, state_cache_bytes, gradient_budget_bytes,
-                                  gradient_room, subgroup_elements, spool_bytes, create)}};
+                                  gradient_room, subgroup_elements, spool_bytes, create)},
+          {"tables", pack(tables.size(), table_memory_bytes, table_log_bytes)}};
 }
 
 Status check_same(Collectives& ranks, const UpdaterOptions& options,

@@ -218,7 +218,7 @@ Status CacheAccess::open(const OpenCache& message) {
   const storage::StoreOptions store = linked_store_options(options);
   SI_ASSIGN_OR_RETURN(storage::CachePlace place,
                       options.open_cache_place
-                          ? options.open_cache_place(store)
+                          ? options.open_cache_place(storage::kCacheFileName, store)
                           : storage::open_cache_place(options.path, storage::kCacheFileName,
                                                       storage::kCacheDataOffset, store));
   if (message.afresh) SI_RETURN_IF_ERROR(storage::CacheFile::erase(place));

@@ -1,0 +1,676 @@
+#include "smartinf/csd/messages/rows/rows_access.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <numeric>
+#include <utility>
+
+#include <pthread.h>
+
+#include "smartinf/base/clock.h"
+#include "smartinf/base/codec.h"
+#include "smartinf/base/log.h"
+#include "smartinf/base/row_pages.h"
+#include "smartinf/base/units.h"
+#include "smartinf/csd/describe.h"
+#include "smartinf/csd/linked_ring.h"
+#include "smartinf/storage/leak_in_flight.h"
+#include "smartinf/storage/row_commit.h"
+
+namespace smartinf::csd {
+namespace {
+
+using base::ErrorCode;
+using base::Result;
+using base::Status;
+using storage::RowTableKind;
+
+// Scalars of a step, encoded, in the table that keeps those of all steps.
+constexpr uint32_t kStepRecordBytes = 128;
+constexpr uint64_t kStepsMax = uint64_t{1} << 18;
+// Rows that are read, or whose records are made, at once.
+constexpr uint64_t kRowsAtOnce = 4096;
+constexpr std::chrono::milliseconds kBetweenMerges{1};
+
+Status refuse(std::string what) { return Status(ErrorCode::kInvalidArgument, std::move(what)); }
+
+std::string steps_name(const TableShape& table) { return table.name + " (steps)"; }
+
+/// Text by which the tables that lie on a drive are compared with those that are asked for.
+std::string text_of(const TableShape& table) {
+  constexpr std::string_view kKinds[] = {"state", "data", "scratch"};
+  std::string text = table.name + ": " + std::to_string(table.rows) + " rows of " +
+                     std::to_string(table.dim) + ", " +
+                     std::string(kKinds[static_cast<size_t>(table.kind)]);
+  if (table.kind == RowTableKind::kState) {
+    text += ", " + std::string(kernels::row_rule_name(table.rule));
+  }
+  return text;
+}
+
+/// What decides which row lies where and what rows that were never put are.
+std::string description_of(const OpenTables& message) {
+  std::string text = "pattern ";
+  for (const uint8_t device : message.pattern) text += std::to_string(device) + " ";
+  for (const TableShape& table : message.tables) {
+    text += '\n';
+    text += text_of(table);
+    base::Encoder start;
+    double deviation = table.start.deviation;
+    start(deviation);
+    const std::vector<std::byte> bits = start.take();
+    uint64_t number = 0;
+    std::memcpy(&number, bits.data(), sizeof number);
+    text += ", start " + std::to_string(number) + " " + std::to_string(table.start.seed);
+  }
+  return text;
+}
+
+std::vector<std::byte> encoded(const kernels::RowScalars& scalars) {
+  base::Encoder encoder;
+  kernels::RowScalars copy = scalars;
+  encoder(copy);
+  std::vector<std::byte> bytes = encoder.take();
+  SI_CHECK(bytes.size() <= kStepRecordBytes, "the scalars of a step do not fit their record");
+  bytes.resize(kStepRecordBytes);
+  return bytes;
+}
+
+Result<kernels::RowScalars> decoded(std::span<const std::byte> bytes) {
+  kernels::RowScalars scalars;
+  base::Decoder decoder(bytes);
+  decoder(scalars);
+  if (decoder.ok()) return scalars;
+  return Status(ErrorCode::kCorrupt, "the scalars of an earlier step are damaged",
+                "Run smartinf fsck on the device.");
+}
+
+}  // namespace
+
+RowsAccess::~RowsAccess() {
+  {
+    const std::lock_guard lock(queue_mutex_);
+    closing_ = true;
+    changed_.notify_one();
+  }
+  if (thread_.joinable()) thread_.join();
+}
+
+void RowsAccess::serve(Command& command, Status refusal) {
+  if (refusal.ok() && parts_.options.row_memory_bytes == 0) {
+    refusal = Status(ErrorCode::kUnsupported, "the device was opened without memory for tables",
+                     "Give it some (DeviceShare::row_memory_bytes).");
+  }
+  if (refusal.ok() && command.as<OpenTables>() != nullptr) {
+    const std::lock_guard lock(work_mutex_);
+    const storage::StoreState state = parts_.store->state();
+    committed_record_ = storage::split_row_commit(parts_.store->client_metadata()).record;
+    first_ = !state.complete;
+  }
+  if (!refusal.ok()) return parts_.complete(command, std::move(refusal));
+  const std::lock_guard lock(queue_mutex_);
+  commands_.push_back(&command);
+  changed_.notify_one();
+  if (thread_.joinable()) return;
+  thread_ = std::jthread([this] { run(); });
+  pthread_setname_np(thread_.native_handle(), "si-rows");
+}
+
+void RowsAccess::run() {
+  bool merges = false;
+  for (;;) {
+    Command* command = nullptr;
+    {
+      std::unique_lock lock(queue_mutex_);
+      const auto woken = [&] { return closing_ || !commands_.empty(); };
+      if (merges) {
+        changed_.wait_for(lock, kBetweenMerges, woken);
+      } else {
+        changed_.wait(lock, woken);
+      }
+      if (closing_) break;
+      if (!commands_.empty()) {
+        command = commands_.front();
+        commands_.pop_front();
+      }
+    }
+    while (steps_waiting_ > 0) std::this_thread::yield();
+    Status status;
+    {
+      const std::lock_guard lock(work_mutex_);
+      if (command != nullptr) {
+        status = carry_out(*command);
+      } else if (file_ != nullptr && !updating_ && file_->wants_merge()) {
+        if (Status merged = file_->merge_some(); !merged.ok()) {
+          step_failure_ = std::move(merged).with_context("merging the log of tables");
+        }
+      }
+      merges = file_ != nullptr && !updating_ && step_failure_.ok() && file_->wants_merge();
+    }
+    if (command != nullptr) parts_.complete(*command, std::move(status));
+  }
+  for (Command* left : commands_) {
+    parts_.complete(*left, Status(ErrorCode::kCancelled, "the device is closing"));
+  }
+}
+
+Status RowsAccess::carry_out(const Command& command) {
+  if (const auto* message = command.as<OpenTables>()) return open(*message);
+  if (file_ == nullptr) return Status(ErrorCode::kFailedPrecondition, "the tables are not open");
+  if (const auto* message = command.as<GatherRows>()) {
+    pass_host_link(command, LinkDirection::kDown, base::TrafficKind::kGradient,
+                   message->rows.size());
+    SI_RETURN_IF_ERROR(gather(*message));
+    pass_host_link(command, LinkDirection::kUp, base::TrafficKind::kWeight, message->out.size());
+    return Status();
+  }
+  if (const auto* message = command.as<PrefetchRows>()) {
+    pass_host_link(command, LinkDirection::kDown, base::TrafficKind::kGradient,
+                   message->rows.size());
+    return prefetch(*message);
+  }
+  if (const auto* message = command.as<UpdateRows>()) {
+    pass_host_link(command, LinkDirection::kDown, base::TrafficKind::kGradient,
+                   message->rows.size() + message->gradients.size());
+    Status status = update(*message);
+    if (!status.ok() && begun_ && step_failure_.ok()) step_failure_ = status;
+    return status;
+  }
+  if (const auto* message = command.as<PutRows>()) {
+    pass_host_link(command, LinkDirection::kDown, base::TrafficKind::kState,
+                   message->rows.size() + message->values.size());
+    return put(*message);
+  }
+  if (const auto* message = command.as<ScatterAddRows>()) {
+    pass_host_link(command, LinkDirection::kDown, base::TrafficKind::kActivation,
+                   message->rows.size() + message->values.size());
+    return scatter_add(*message);
+  }
+  const auto& message = *command.as<ReadRecords>();
+  SI_RETURN_IF_ERROR(read_records(message));
+  pass_host_link(command, LinkDirection::kUp, base::TrafficKind::kState, message.records.size());
+  return Status();
+}
+
+/// Counts the bytes, and waits until they have passed an emulated link.
+void RowsAccess::pass_host_link(const Command&, LinkDirection direction, base::TrafficKind kind,
+                                uint64_t bytes) {
+  if (parts_.options.host_link_place == HostLinkPlace::kAtStore || bytes == 0) return;
+  if (direction == LinkDirection::kUp) {
+    parts_.host_traffic.add_up(kind, bytes);
+  } else {
+    parts_.host_traffic.add_down(kind, bytes);
+  }
+  Link* const link = parts_.options.links.host.get();
+  if (link == nullptr) return;
+  const uint64_t due_ns = link->book(direction, kind, bytes);
+  const uint64_t now_ns = base::now_ns();
+  if (due_ns > now_ns) std::this_thread::sleep_for(std::chrono::nanoseconds(due_ns - now_ns));
+}
+
+// ---- Opening.
+
+Status RowsAccess::open(const OpenTables& message) {
+  const LocalDeviceOptions& options = parts_.options;
+  if (file_ != nullptr) {
+    return Status(ErrorCode::kFailedPrecondition, "the tables are open already");
+  }
+  if (options.make_processor) {
+    return Status(ErrorCode::kUnsupported,
+                  "a device whose processor is not this machine's cores keeps no tables",
+                  "Use processor = \"cpu\" for devices of a run with tables.");
+  }
+  if (options.store.durability == storage::Durability::kNone) {
+    return Status(ErrorCode::kUnsupported, "tables are committed with every step",
+                  "Use durability = \"step\" for a run with tables.");
+  }
+  if (message.create != first_) {
+    return message.create
+               ? Status(ErrorCode::kAlreadyExists, "the device holds the state of a run already")
+               : Status(ErrorCode::kFailedPrecondition, "the device holds no committed step");
+  }
+  storage::RowFileLayout layout;
+  layout.run = parts_.store->layout().run;
+  layout.device_index = message.device_index;
+  layout.device_count = message.device_count;
+  layout.log_bytes = message.log_bytes;
+  layout.description = description_of(message);
+  std::vector<Table> tables;
+  for (const TableShape& shape : message.tables) {
+    Table& table = tables.emplace_back();
+    table.shape = shape;
+    table.record_bytes = static_cast<uint32_t>(shape.record_bytes());
+    SI_ASSIGN_OR_RETURN(table.placement,
+                        plan::RowPlacement::make(shape.rows, message.pattern,
+                                                 base::records_per_page(table.record_bytes)));
+    table.rows = table.placement.rows_on(message.device_index);
+    if (table.rows >= base::RowMap::kNone) {
+      return Status(ErrorCode::kUnsupported,
+                    "a device can hold " + std::to_string(base::RowMap::kNone - 1) +
+                        " rows of a table, and would get " + std::to_string(table.rows) + " of " +
+                        shape.name,
+                    "Spread the table over more devices.");
+    }
+    layout.tables.push_back({shape.name, shape.kind, table.record_bytes, table.rows});
+  }
+  for (Table& table : tables) {
+    if (!table.shape.catches_up()) continue;
+    table.steps_table = static_cast<uint32_t>(layout.tables.size());
+    layout.tables.push_back(
+        {steps_name(table.shape), RowTableKind::kState, kStepRecordBytes, kStepsMax});
+  }
+
+  SI_RETURN_IF_ERROR(storage::RowFile::check(layout));
+  const uint64_t fixed = storage::RowFile::memory_bytes_max(layout);
+  if (fixed > options.row_memory_bytes) {
+    return Status(ErrorCode::kOutOfMemory,
+                  "the tables need " + base::format_bytes(fixed) +
+                      " of memory for where their rows are, and may take " +
+                      base::format_bytes(options.row_memory_bytes),
+                  "Allow more memory for tables, or a smaller log.");
+  }
+  uint64_t cached_bytes = 0;
+  for (const Table& table : tables) {
+    if (table.shape.kind != RowTableKind::kScratch) cached_bytes += table.rows * table.record_bytes;
+  }
+  for (Table& table : tables) {
+    const bool cached = table.shape.kind != RowTableKind::kScratch;
+    const double share = cached && cached_bytes > 0
+                             ? static_cast<double>(table.rows * table.record_bytes) /
+                                   static_cast<double>(cached_bytes)
+                             : 0;
+    const auto bytes =
+        static_cast<uint64_t>(share * static_cast<double>(options.row_memory_bytes - fixed));
+    // Above the table's own size memory is of no use.
+    table.cache = std::make_unique<RowCache>(
+        table.record_bytes,
+        std::min(bytes, table.rows * RowCache::bytes_of_row(table.record_bytes)));
+  }
+
+  const storage::StoreOptions store = linked_store_options(options);
+  SI_ASSIGN_OR_RETURN(storage::CachePlace place,
+                      options.open_cache_place
+                          ? options.open_cache_place(storage::kRowFileName, store)
+                          : storage::open_cache_place(
+                                options.path, storage::kRowFileName,
+                                message.create ? storage::RowFile::file_bytes(layout) : 0, store));
+  if (message.create) {
+    SI_ASSIGN_OR_RETURN(
+        file_, storage::RowFile::create(std::move(place), layout, store.watchdog, traffic_));
+  } else {
+    SI_ASSIGN_OR_RETURN(auto opened,
+                        storage::RowFile::open(std::move(place), layout.run, committed_record_,
+                                               store.watchdog, traffic_));
+    const storage::RowFileLayout& there = opened->layout();
+    if (there.description != layout.description) {
+      return Status(ErrorCode::kMismatch,
+                    "the device holds other tables: " + there.description + "; asked for were " +
+                        layout.description,
+                    "Name the tables as the run was begun with, or start a new run in other "
+                    "directories.");
+    }
+    if (there.device_index != layout.device_index || there.device_count != layout.device_count) {
+      return Status(ErrorCode::kMismatch, "the device's tables are those of device " +
+                                              std::to_string(there.device_index) + " of " +
+                                              std::to_string(there.device_count));
+    }
+    file_ = std::move(opened);
+  }
+  tables_ = std::move(tables);
+  const Status read = read_steps();
+  if (!read.ok()) file_.reset();
+  return read;
+}
+
+Status RowsAccess::read_steps() {
+  for (Table& table : tables_) {
+    if (!table.shape.catches_up() || first_) continue;
+    Status bad;
+    for (bool more = true; more && table.steps.size() < kStepsMax;) {
+      more = false;
+      const size_t first = table.steps.size();
+      table.steps.resize(first + kRowsAtOnce);
+      std::vector<uint32_t> rows(kRowsAtOnce);
+      std::iota(rows.begin(), rows.end(), static_cast<uint32_t>(first));
+      SI_RETURN_IF_ERROR(
+          file_->read(table.steps_table, rows, [&](size_t i, std::span<const std::byte> record) {
+            if (record.empty() || record[0] == std::byte{0}) return;
+            Result<kernels::RowScalars> scalars = decoded(record.subspan(1));
+            more = true;
+            if (!scalars.ok()) {
+              bad = scalars.status();
+            } else {
+              table.steps[first + i] = *scalars;
+            }
+          }));
+      SI_RETURN_IF_ERROR(bad);
+    }
+    while (!table.steps.empty() && !table.steps.back()) table.steps.pop_back();
+    table.committed_steps = table.steps.size();
+  }
+  return Status();
+}
+
+// ---- Rows.
+
+Result<RowsAccess::Table*> RowsAccess::find(uint32_t table) {
+  if (table < tables_.size()) return &tables_[table];
+  return refuse("table " + std::to_string(table) + " of " + std::to_string(tables_.size()));
+}
+
+/// The table of a message whose rows and values are as they should be.
+Result<RowsAccess::Table*> RowsAccess::find(uint32_t number, std::span<const std::byte> rows,
+                                            size_t values_bytes, size_t value_bytes) {
+  SI_ASSIGN_OR_RETURN(Table * table, find(number));
+  const std::span<const uint32_t> numbers = row_numbers(rows);
+  for (size_t i = 0; i < numbers.size(); ++i) {
+    if (numbers[i] >= table->rows) {
+      return refuse("row " + std::to_string(numbers[i]) + " of a table with " +
+                    std::to_string(table->rows) + " rows here (" + table->shape.name +
+                    "), in place " + std::to_string(i) + " of the message");
+    }
+    if (i > 0 && numbers[i - 1] >= numbers[i]) {
+      return refuse("rows of a message that do not ascend");
+    }
+  }
+  if (values_bytes != numbers.size() * value_bytes) return refuse("rows of another length");
+  return table;
+}
+
+/// A record as the last update has left it, from what is stored.
+void RowsAccess::begin_record(const Table& table, uint32_t row, std::span<const std::byte> stored,
+                              std::span<std::byte> record) const {
+  if (!stored.empty()) {
+    std::ranges::copy(stored, record.begin());
+  } else if (table.shape.kind == RowTableKind::kState) {
+    const auto number = static_cast<uint32_t>(&table - tables_.data());
+    kernels::initial_record(
+        table.shape.start, number,
+        table.placement.global_row(static_cast<uint32_t>(file_->layout().device_index), row),
+        table.shape.dim, record);
+  } else {
+    std::ranges::fill(record, std::byte{0});
+  }
+}
+
+/// Of a table that catches up: brings a record to the last step before `end`.
+void RowsAccess::bring_up(const Table& table, uint64_t end, std::span<std::byte> record) {
+  if (!table.shape.catches_up()) return;
+  const base::StepNumber from = kernels::record_step(record);
+  // A row that was never updated has no momentum that would move it.
+  if (from == 0 || from + 1 >= end) return;
+  std::vector<kernels::RowScalars> missed;
+  for (uint64_t step = from + 1; step < end; ++step) {
+    if (table.steps[step]) missed.push_back(*table.steps[step]);
+  }
+  kernels::catch_up(missed, record);
+}
+
+template <typename Visit>
+Status RowsAccess::for_each_record(Table& table, std::span<const uint32_t> rows, bool keep,
+                                   const Visit& visit) {
+  Missing missing;
+  const uint64_t to = table.steps.size();
+  for (size_t i = 0; i < rows.size(); ++i) {
+    const std::span<std::byte> record = table.cache->find(rows[i], keep);
+    if (record.empty()) {
+      missing.rows.push_back(rows[i]);
+      missing.at.push_back(i);
+    } else {
+      bring_up(table, to, record);
+      visit(i, std::span<const std::byte>(record));
+    }
+  }
+  if (missing.rows.empty()) return Status();
+  std::vector<std::byte> aside(table.record_bytes);
+  const auto number = static_cast<uint32_t>(&table - tables_.data());
+  return file_->read(number, missing.rows, [&](size_t i, std::span<const std::byte> stored) {
+    std::span<std::byte> record = table.cache->insert(missing.rows[i], keep);
+    if (record.empty()) record = aside;
+    begin_record(table, missing.rows[i], stored, record);
+    bring_up(table, to, record);
+    visit(missing.at[i], std::span<const std::byte>(record));
+  });
+}
+
+Status RowsAccess::gather(const GatherRows& message) {
+  const size_t value = base::data_type_bytes(message.type);
+  SI_ASSIGN_OR_RETURN(Table * table, find(message.table));
+  const uint64_t row_out = table->shape.dim * value;
+  SI_RETURN_IF_ERROR(find(message.table, message.rows, message.out.size(), row_out).status());
+  const bool keep = message.keep && table->shape.kind == RowTableKind::kState;
+  return for_each_record(
+      *table, row_numbers(message.rows), keep, [&](size_t i, std::span<const std::byte> record) {
+        const auto* weights = reinterpret_cast<const float*>(record.data());
+        kernels::kernels().cast_from_f32(weights, message.out.data() + i * row_out, message.type,
+                                         table->shape.dim);
+      });
+}
+
+Status RowsAccess::prefetch(const PrefetchRows& message) {
+  SI_ASSIGN_OR_RETURN(Table * table, find(message.table, message.rows, 0, 0));
+  if (table->cache->capacity() == 0) return Status();
+  return for_each_record(*table, row_numbers(message.rows), false,
+                         [](size_t, std::span<const std::byte>) {});
+}
+
+Status RowsAccess::update(const UpdateRows& message) {
+  SI_ASSIGN_OR_RETURN(Table * table, find(message.table));
+  const uint32_t dim = table->shape.dim;
+  const size_t row_bytes_in = dim * base::data_type_bytes(message.gradient_type);
+  SI_RETURN_IF_ERROR(
+      find(message.table, message.rows, message.gradients.size(), row_bytes_in).status());
+  if (table->shape.kind != RowTableKind::kState || message.scalars.rule != table->shape.rule) {
+    return refuse("an update of " + text_of(table->shape) + " by the rule " +
+                  std::string(kernels::row_rule_name(message.scalars.rule)));
+  }
+  if (!begun_ || first_) {
+    return Status(ErrorCode::kFailedPrecondition, "rows are updated in a step only");
+  }
+  SI_RETURN_IF_ERROR(step_failure_);
+  if (!updating_) {
+    while (file_->must_merge(0) && file_->wants_merge()) SI_RETURN_IF_ERROR(file_->merge_some());
+    file_->begin_step(step_);
+    updating_ = true;
+  }
+  const uint32_t number = message.table;
+  const uint64_t caller_step = message.scalars.step.step;
+  if (table->shape.catches_up() && table->steps.size() <= caller_step) {
+    if (caller_step >= kStepsMax) {
+      return Status(ErrorCode::kUnsupported,
+                    "a table that catches up takes " + std::to_string(kStepsMax) + " steps");
+    }
+    table->steps.resize(caller_step);
+    table->steps.emplace_back(message.scalars);
+    std::vector<std::byte> record = encoded(message.scalars);
+    record.insert(record.begin(), std::byte{1});
+    record.pop_back();
+    const auto row = static_cast<uint32_t>(caller_step);
+    SI_RETURN_IF_ERROR(file_->append(table->steps_table, std::span(&row, 1), record));
+  }
+  const std::span<const uint32_t> rows = row_numbers(message.rows);
+  std::vector<std::byte> records(std::min<uint64_t>(rows.size(), kRowsAtOnce) *
+                                 table->record_bytes);
+  std::vector<float> gradient(dim);
+  for (uint64_t first = 0; first < rows.size(); first += kRowsAtOnce) {
+    const auto some = rows.subspan(first, std::min<uint64_t>(kRowsAtOnce, rows.size() - first));
+    const auto record_of = [&](size_t i) {
+      return std::span(records).subspan(i * table->record_bytes, table->record_bytes);
+    };
+    // Records are brought up to the step before this one.
+    Missing missing;
+    for (size_t i = 0; i < some.size(); ++i) {
+      const std::span<std::byte> cached = table->cache->find(some[i], false);
+      if (cached.empty()) {
+        missing.rows.push_back(some[i]);
+        missing.at.push_back(i);
+      } else {
+        std::ranges::copy(cached, record_of(i).begin());
+      }
+    }
+    if (!missing.rows.empty()) {
+      SI_RETURN_IF_ERROR(
+          file_->read(number, missing.rows, [&](size_t i, std::span<const std::byte> stored) {
+            begin_record(*table, missing.rows[i], stored, record_of(missing.at[i]));
+          }));
+    }
+    for (size_t i = 0; i < some.size(); ++i) {
+      bring_up(*table, caller_step, record_of(i));
+      kernels::kernels().cast_to_f32(message.gradients.data() + (first + i) * row_bytes_in,
+                                     message.gradient_type, gradient.data(), dim);
+      kernels::update_record(message.scalars, gradient, record_of(i));
+    }
+    SI_RETURN_IF_ERROR(
+        file_->append(number, some, std::span(records).first(some.size() * table->record_bytes)));
+    for (size_t i = 0; i < some.size(); ++i) {
+      std::span<std::byte> cached = table->cache->find(some[i], false);
+      if (cached.empty()) cached = table->cache->insert(some[i], false);
+      if (cached.empty()) continue;
+      std::ranges::copy(record_of(i), cached.begin());
+      table->cache->release(some[i]);
+      table->updated.push_back(some[i]);
+    }
+  }
+  return Status();
+}
+
+bool RowsAccess::writable(const Table& table) const {
+  return table.shape.kind == RowTableKind::kScratch || first_;
+}
+
+Status RowsAccess::put(const PutRows& message) {
+  SI_ASSIGN_OR_RETURN(Table * table, find(message.table));
+  const uint64_t dim_bytes = table->shape.dim * sizeof(float);
+  const uint64_t row = message.records ? table->record_bytes : dim_bytes;
+  SI_RETURN_IF_ERROR(find(message.table, message.rows, message.values.size(), row).status());
+  if (!writable(*table)) {
+    return Status(ErrorCode::kFailedPrecondition,
+                  "rows of " + table->shape.name + " are put before the first step is committed");
+  }
+  const std::span<const uint32_t> rows = row_numbers(message.rows);
+  if (row == table->record_bytes) return file_->put(message.table, rows, message.values);
+  std::vector<std::byte> records(std::min<uint64_t>(rows.size(), kRowsAtOnce) *
+                                 table->record_bytes);
+  for (uint64_t first = 0; first < rows.size(); first += kRowsAtOnce) {
+    const auto some = rows.subspan(first, std::min<uint64_t>(kRowsAtOnce, rows.size() - first));
+    std::ranges::fill(records, std::byte{0});
+    for (size_t i = 0; i < some.size(); ++i) {
+      std::memcpy(records.data() + i * table->record_bytes,
+                  message.values.data() + (first + i) * dim_bytes, dim_bytes);
+    }
+    SI_RETURN_IF_ERROR(file_->put(message.table, some,
+                                  std::span(records).first(some.size() * table->record_bytes)));
+  }
+  return Status();
+}
+
+Status RowsAccess::scatter_add(const ScatterAddRows& message) {
+  SI_ASSIGN_OR_RETURN(Table * table, find(message.table));
+  SI_RETURN_IF_ERROR(
+      find(message.table, message.rows, message.values.size(), table->record_bytes).status());
+  if (table->shape.kind != RowTableKind::kScratch) {
+    return Status(ErrorCode::kFailedPrecondition, "rows are added to in scratch tables only, and " +
+                                                      table->shape.name + " is another");
+  }
+  const std::span<const uint32_t> rows = row_numbers(message.rows);
+  std::vector<std::byte> records(message.values.size());
+  SI_RETURN_IF_ERROR(
+      file_->read(message.table, rows, [&](size_t i, std::span<const std::byte> stored) {
+        const auto record =
+            std::span(records).subspan(i * table->record_bytes, table->record_bytes);
+        begin_record(*table, rows[i], stored, record);
+        auto* sums = reinterpret_cast<float*>(record.data());
+        const auto* values =
+            reinterpret_cast<const float*>(message.values.data()) + i * table->shape.dim;
+        for (uint32_t d = 0; d < table->shape.dim; ++d) sums[d] += values[d];
+      }));
+  return file_->put(message.table, rows, records);
+}
+
+Status RowsAccess::read_records(const ReadRecords& message) {
+  SI_ASSIGN_OR_RETURN(Table * table, find(message.table));
+  if (message.count > table->rows || message.first > table->rows - message.count ||
+      message.records.size() != uint64_t{message.count} * table->record_bytes) {
+    return refuse("rows that " + table->shape.name + " has not");
+  }
+  for (uint64_t first = 0; first < message.count; first += kRowsAtOnce) {
+    std::vector<uint32_t> rows(std::min<uint64_t>(kRowsAtOnce, message.count - first));
+    for (size_t i = 0; i < rows.size(); ++i) {
+      rows[i] = message.first + static_cast<uint32_t>(first + i);
+    }
+    SI_RETURN_IF_ERROR(
+        file_->read(message.table, rows, [&](size_t i, std::span<const std::byte> stored) {
+          const auto record =
+              message.records.subspan((first + i) * table->record_bytes, table->record_bytes);
+          begin_record(*table, rows[i], stored, record);
+          bring_up(*table, table->steps.size(), record);
+        }));
+  }
+  return Status();
+}
+
+// ---- Steps, on the device's thread.
+
+/// The lock of a thread that goes from message to message, ahead of its next one.
+std::unique_lock<std::mutex> RowsAccess::between_messages() {
+  ++steps_waiting_;
+  std::unique_lock lock(work_mutex_);
+  --steps_waiting_;
+  return lock;
+}
+
+void RowsAccess::begin_step(base::StepNumber step) {
+  const auto lock = between_messages();
+  step_ = step;
+  begun_ = true;
+}
+
+Result<std::string> RowsAccess::prepare(base::StepNumber step) {
+  const auto lock = between_messages();
+  // Tables that nobody has opened stay as they are.
+  if (file_ == nullptr) {
+    return storage::split_row_commit(parts_.store->client_metadata()).record;
+  }
+  SI_RETURN_IF_ERROR(step_failure_);
+  if (!updating_) {
+    file_->begin_step(step);
+    updating_ = true;
+  }
+  Result<std::string> record = file_->prepare(step);
+  if (!record.ok()) step_failure_ = record.status();
+  return record;
+}
+
+Status RowsAccess::commit(base::StepNumber step) {
+  const auto lock = between_messages();
+  begun_ = updating_ = first_ = false;
+  if (file_ == nullptr) return Status();
+  for (Table& table : tables_) {
+    table.updated.clear();
+    table.cache->release_all();
+    table.committed_steps = table.steps.size();
+  }
+  return file_->commit(step);
+}
+
+Status RowsAccess::abort(base::StepNumber step) {
+  const auto lock = between_messages();
+  const bool updating = std::exchange(updating_, false);
+  begun_ = false;
+  if (file_ == nullptr) return Status();
+  for (Table& table : tables_) {
+    for (const uint32_t row : table.updated) table.cache->erase(row);
+    table.updated.clear();
+    table.cache->release_all();
+    // Rows were brought up to the step that is forgotten.
+    if (updating && table.shape.catches_up()) {
+      table.cache->clear();
+      table.steps.resize(table.committed_steps);
+    }
+  }
+  step_failure_ = Status();
+  return updating ? file_->abort(step) : Status();
+}
+
+}  // namespace smartinf::csd

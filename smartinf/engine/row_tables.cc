@@ -1,0 +1,391 @@
+#include "smartinf/engine/row_tables.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <numeric>
+#include <utility>
+
+#include <fmt/format.h>
+
+#include "smartinf/base/row_pages.h"
+#include "smartinf/base/units.h"
+#include "smartinf/kernels/update.h"
+
+namespace smartinf::engine {
+
+using base::ErrorCode;
+using base::Result;
+using base::Status;
+using storage::RowTableKind;
+
+namespace {
+
+constexpr uint64_t kLogBytesMin = 8 * base::kMiB;
+
+csd::TableShape shape_of(const TableOptions& options) {
+  csd::TableShape shape;
+  shape.name = options.name;
+  shape.kind = options.kind;
+  shape.rule = options.rule.rule;
+  shape.dim = options.dim;
+  shape.rows = options.rows;
+  shape.start = options.start;
+  return shape;
+}
+
+/// A log of a quarter of the tables, as far as its index leaves half of the memory to the cache.
+uint64_t log_bytes(const std::vector<csd::TableShape>& tables, const UpdaterOptions& options,
+                   uint64_t devices, uint64_t memory_bytes) {
+  if (options.table_log_bytes > 0) return options.table_log_bytes / devices;
+  uint64_t home_bytes = 0;
+  uint64_t record_bytes = 1;
+  for (const csd::TableShape& table : tables) {
+    if (table.kind != RowTableKind::kState) continue;
+    record_bytes = std::max<uint64_t>(record_bytes, table.record_bytes());
+    home_bytes += table.rows / devices * table.record_bytes();
+  }
+  const uint64_t indexed = memory_bytes / 2 / (2 * sizeof(uint64_t)) * record_bytes;
+  return std::max(kLogBytesMin, std::min(home_bytes / 4, indexed));
+}
+
+/// Shares of rows are those of parameters.
+std::vector<uint8_t> pattern_of(const DeviceSet& set) {
+  std::vector<double> elements(set.devices.size());
+  for (const plan::Subgroup& subgroup : set.subgroups) {
+    elements[set.owner[subgroup.id.value].value] += static_cast<double>(subgroup.count);
+  }
+  return plan::row_pattern(elements);
+}
+
+}  // namespace
+
+Result<std::unique_ptr<RowTables>> RowTables::open(const UpdaterOptions& options,
+                                                   const DeviceSet& set, DeviceWatch& watch) {
+  const bool alone = options.collectives == nullptr && options.peers == nullptr;
+  if (!alone) {
+    return Status(ErrorCode::kUnsupported, "tables on devices belong to a run of one process",
+                  "Train with one rank, or keep the tables in memory.");
+  }
+  std::unique_ptr<RowTables> made(new RowTables(set, watch));
+  made->gradient_type_ = options.gradient_type;
+  const auto devices = static_cast<uint32_t>(set.devices.size());
+  const std::vector<uint8_t> pattern = pattern_of(set);
+  csd::OpenTables message;
+  message.pattern = pattern;
+  message.device_count = devices;
+  message.create = set.fresh;
+  for (const TableOptions& table : options.tables) {
+    const csd::TableShape shape = shape_of(table);
+    for (const csd::TableShape& other : message.tables) {
+      if (other.name != shape.name) continue;
+      return Status(ErrorCode::kInvalidArgument,
+                    fmt::format("two tables have the name {}", shape.name),
+                    "Give each table a name of its own.");
+    }
+    message.tables.push_back(shape);
+    Table& one = made->tables_.emplace_back();
+    one.options = table;
+    SI_ASSIGN_OR_RETURN(one.placement,
+                        plan::RowPlacement::make(table.rows, pattern,
+                                                 base::records_per_page(shape.record_bytes())));
+    one.places.resize(devices);
+    one.sent_rows.resize(devices);
+    one.sent_gradients.resize(devices);
+  }
+  message.log_bytes =
+      log_bytes(message.tables, options, devices, options.table_memory_bytes / devices);
+  for (uint32_t d = 0; d < devices; ++d) {
+    message.device_index = d;
+    made->replies_.submit(*set.devices[d], message);
+  }
+  SI_RETURN_IF_ERROR(made->wait_for_all());
+  return made;
+}
+
+Result<size_t> RowTables::find(const std::string& name) const {
+  std::string names;
+  for (size_t i = 0; i < tables_.size(); ++i) {
+    if (tables_[i].options.name == name) return i;
+    names += (names.empty() ? "" : ", ") + tables_[i].options.name;
+  }
+  return Status(ErrorCode::kNotFound, fmt::format("there is no table {}", name),
+                fmt::format("There are: {}.", names));
+}
+
+Status RowTables::wait_for_all() {
+  Status result;
+  while (replies_.owed() > 0) {
+    Status status = replies_.next().status;
+    if (result.ok()) result = std::move(status);
+  }
+  prefetched_.clear();
+  return result;
+}
+
+Status RowTables::check_ids(const Table& table, std::span<const int64_t> ids) const {
+  for (size_t i = 0; i < ids.size(); ++i) {
+    if (ids[i] >= 0 && static_cast<uint64_t>(ids[i]) < table.options.rows) continue;
+    return Status(ErrorCode::kInvalidArgument,
+                  fmt::format("row {} in place {} of a batch, and the table {} has {} rows", ids[i],
+                              i, table.options.name, table.options.rows),
+                  "Check the ids that the batch is made of.");
+  }
+  return Status();
+}
+
+// ---- Rows up.
+
+Status RowTables::prefetch(size_t number, std::span<const int64_t> ids) {
+  const Table& table = tables_[number];
+  SI_RETURN_IF_ERROR(check_ids(table, ids));
+  while (replies_.owed() > 0) {  // answers of earlier hints that are there
+    if (replies_.poll().command == nullptr) break;
+  }
+  if (replies_.owed() == 0) prefetched_.clear();
+  plan::RowBatch batch = plan::RowBatch::make(table.placement, ids);
+  for (size_t d = 0; d < batch.rows.size(); ++d) {
+    if (batch.rows[d].empty()) continue;
+    const std::vector<uint32_t>& rows = prefetched_.emplace_back(std::move(batch.rows[d]));
+    for (size_t at = 0; at < rows.size(); at += csd::kRowsOfMessageMax) {
+      const auto some =
+          std::span(rows).subspan(at, std::min<size_t>(csd::kRowsOfMessageMax, rows.size() - at));
+      replies_.submit(*set_.devices[d],
+                      csd::PrefetchRows{static_cast<uint32_t>(number), csd::row_bytes(some)});
+    }
+  }
+  return Status();
+}
+
+Status RowTables::gather(size_t number, std::span<const int64_t> ids, base::DataType type,
+                         void* out, bool keep) {
+  const Table& table = tables_[number];
+  SI_RETURN_IF_ERROR(check_ids(table, ids));
+  if (ids.empty()) return Status();
+  const plan::RowBatch batch = plan::RowBatch::make(table.placement, ids);
+  const size_t row_out = table.options.dim * base::data_type_bytes(type);
+  std::vector<std::byte> rows_out(batch.distinct() * row_out);
+  size_t first = 0;
+  for (size_t d = 0; d < batch.rows.size(); ++d) {
+    const std::span<const uint32_t> rows = batch.rows[d];
+    for (size_t at = 0; at < rows.size(); at += csd::kRowsOfMessageMax) {
+      const auto some =
+          rows.subspan(at, std::min<size_t>(csd::kRowsOfMessageMax, rows.size() - at));
+      replies_.submit(
+          *set_.devices[d],
+          csd::GatherRows{
+              static_cast<uint32_t>(number), type, keep, csd::row_bytes(some),
+              std::span(rows_out).subspan((first + at) * row_out, some.size() * row_out)});
+    }
+    first += rows.size();
+  }
+  SI_RETURN_IF_ERROR(wait_for_all());
+  for (size_t i = 0; i < ids.size(); ++i) {
+    std::memcpy(static_cast<std::byte*>(out) + i * row_out,
+                rows_out.data() + size_t{batch.place[i]} * row_out, row_out);
+  }
+  return Status();
+}
+
+// ---- Gradients down.
+
+Status RowTables::add_gradient(size_t number, std::span<const int64_t> ids, base::DataType type,
+                               const void* gradient) {
+  Table& table = tables_[number];
+  SI_RETURN_IF_ERROR(check_ids(table, ids));
+  if (table.options.kind != RowTableKind::kState) {
+    return Status(ErrorCode::kInvalidArgument,
+                  fmt::format("the table {} is not trained", table.options.name));
+  }
+  std::vector<uint32_t> place(ids.size());
+  for (size_t i = 0; i < ids.size(); ++i) {
+    const auto row = static_cast<uint64_t>(ids[i]);
+    base::RowMap& places = table.places[table.placement.device_of(row)];
+    const uint32_t local = table.placement.local_row(row);
+    place[i] = places.find(local);
+    if (place[i] != base::RowMap::kNone) continue;
+    place[i] = static_cast<uint32_t>(table.rows.size());
+    places.set(local, place[i]);
+    table.rows.push_back(row);
+  }
+  table.sums.resize(table.rows.size() * table.options.dim, kernels::kNoGradient);
+  kernels::add_rows(type, gradient, place, table.options.dim, table.sums);
+  return Status();
+}
+
+RowTables::Found RowTables::finish_gradients() {
+  Found found;
+  const size_t value = base::data_type_bytes(gradient_type_);
+  const kernels::KernelTable& kernels = kernels::kernels();
+  for (Table& table : tables_) {
+    const size_t dim = table.options.dim;
+    const size_t row_in = dim * value;
+    // In the order of the table's rows, whichever device has them: places of a device ascend too.
+    std::vector<uint32_t> order(table.rows.size());
+    std::iota(order.begin(), order.end(), 0u);
+    std::ranges::sort(order, {}, [&](uint32_t i) { return table.rows[i]; });
+    for (size_t d = 0; d < table.places.size(); ++d) {
+      table.sent_rows[d].clear();
+      table.sent_gradients[d].clear();
+      table.sent_rows[d].reserve(table.places[d].size());
+      table.sent_gradients[d].reserve(table.places[d].size() * row_in);
+    }
+    for (const uint32_t i : order) {
+      const uint32_t device = table.placement.device_of(table.rows[i]);
+      table.sent_rows[device].push_back(table.placement.local_row(table.rows[i]));
+      std::vector<std::byte>& sent = table.sent_gradients[device];
+      sent.resize(sent.size() + row_in);
+      std::byte* const at = sent.data() + sent.size() - row_in;
+      kernels.cast_from_f32(table.sums.data() + i * dim, at, gradient_type_, dim);
+      const auto norm = kernels.partial_norm(at, gradient_type_, dim);
+      found.sum_of_squares += norm.sum_of_squares;
+      if (norm.finite || !found.finite) continue;
+      found.finite = false;
+      found.first_bad = fmt::format("{}, row {}", table.options.name, table.rows[i]);
+    }
+  }
+  return found;
+}
+
+std::vector<std::vector<csd::UpdateRows>> RowTables::make_updates(std::span<const double> rates,
+                                                                  base::StepNumber number,
+                                                                  double gradient_scale) {
+  std::vector<std::vector<csd::UpdateRows>> messages(set_.devices.size());
+  for (size_t t = 0; t < tables_.size(); ++t) {
+    const Table& table = tables_[t];
+    if (table.options.kind != RowTableKind::kState) continue;
+    csd::UpdateRows message;
+    message.table = static_cast<uint32_t>(t);
+    message.gradient_type = gradient_type_;
+    message.scalars =
+        kernels::make_row_scalars(table.options.rule, rates[t], number, gradient_scale);
+    const size_t row_in = table.options.dim * base::data_type_bytes(gradient_type_);
+    for (size_t d = 0; d < messages.size(); ++d) {
+      const std::span<const uint32_t> rows = table.sent_rows[d];
+      const std::span<const std::byte> gradients = table.sent_gradients[d];
+      // A table that catches up is told of steps without rows, too.
+      if (rows.empty() && shape_of(table.options).catches_up()) messages[d].push_back(message);
+      for (size_t at = 0; at < rows.size(); at += csd::kRowsOfMessageMax) {
+        const size_t some = std::min<size_t>(csd::kRowsOfMessageMax, rows.size() - at);
+        message.rows = csd::row_bytes(rows.subspan(at, some));
+        message.gradients = gradients.subspan(at * row_in, some * row_in);
+        messages[d].push_back(message);
+      }
+      message.rows = message.gradients = {};
+    }
+  }
+  return messages;
+}
+
+void RowTables::forget() {
+  for (Table& table : tables_) {
+    for (base::RowMap& places : table.places) places.clear();
+    table.rows.clear();
+    table.sums.clear();
+    for (auto& rows : table.sent_rows) rows.clear();
+    for (auto& gradients : table.sent_gradients) gradients.clear();
+  }
+}
+
+// ---- Whole tables, and scratch.
+
+namespace {
+
+/// Values in the order of a batch's distinct rows; of one that comes again the last, or the sum.
+std::vector<float> by_row(const plan::RowBatch& batch, std::span<const float> values, size_t dim,
+                          bool add) {
+  std::vector<float> ordered(batch.distinct() * dim, kernels::kNoGradient);
+  if (add) {
+    kernels::add_rows(base::DataType::kF32, values.data(), batch.place, dim, ordered);
+    return ordered;
+  }
+  for (size_t i = 0; i < batch.place.size(); ++i) {
+    std::copy_n(values.data() + i * dim, dim, ordered.data() + size_t{batch.place[i]} * dim);
+  }
+  return ordered;
+}
+
+/// Submits Message for each device's rows, a bounded number at a time.
+template <typename Message>
+void submit_values(const DeviceSet& set, DeviceReplies& replies, uint32_t table,
+                   const plan::RowBatch& batch, const std::vector<float>& ordered, size_t dim) {
+  size_t first = 0;
+  for (size_t d = 0; d < batch.rows.size(); ++d) {
+    const std::span<const uint32_t> rows = batch.rows[d];
+    for (size_t at = 0; at < rows.size(); at += csd::kRowsOfMessageMax) {
+      const size_t some = std::min<size_t>(csd::kRowsOfMessageMax, rows.size() - at);
+      Message message;
+      message.table = table;
+      message.rows = csd::row_bytes(rows.subspan(at, some));
+      message.values = std::as_bytes(std::span(ordered).subspan((first + at) * dim, some * dim));
+      replies.submit(*set.devices[d], message);
+    }
+    first += rows.size();
+  }
+}
+
+}  // namespace
+
+Status RowTables::put(size_t number, std::span<const int64_t> ids, std::span<const float> values) {
+  const Table& table = tables_[number];
+  SI_RETURN_IF_ERROR(check_ids(table, ids));
+  const plan::RowBatch batch = plan::RowBatch::make(table.placement, ids);
+  const std::vector<float> ordered = by_row(batch, values, table.options.dim, false);
+  submit_values<csd::PutRows>(set_, replies_, static_cast<uint32_t>(number), batch, ordered,
+                              table.options.dim);
+  return wait_for_all();
+}
+
+Status RowTables::scatter_add(size_t number, std::span<const int64_t> ids,
+                              std::span<const float> values) {
+  const Table& table = tables_[number];
+  SI_RETURN_IF_ERROR(check_ids(table, ids));
+  const plan::RowBatch batch = plan::RowBatch::make(table.placement, ids);
+  const std::vector<float> ordered = by_row(batch, values, table.options.dim, true);
+  submit_values<csd::ScatterAddRows>(set_, replies_, static_cast<uint32_t>(number), batch, ordered,
+                                     table.options.dim);
+  return wait_for_all();
+}
+
+Status RowTables::read_records(
+    size_t number, uint64_t first, uint64_t count,
+    const std::function<Status(uint64_t, std::span<const std::byte>)>& visit) {
+  const Table& table = tables_[number];
+  const uint64_t record = shape_of(table.options).record_bytes();
+  if (first > table.options.rows || count > table.options.rows - first) {
+    return Status(ErrorCode::kInvalidArgument,
+                  fmt::format("rows {} to {} of the table {}, which has {}", first, first + count,
+                              table.options.name, table.options.rows));
+  }
+  // Rows of a device that follow each other in the table do so on the device.
+  const uint64_t at_once = std::max<uint64_t>(1, 4 * base::kMiB / record);
+  std::vector<std::byte> records;
+  std::vector<std::vector<std::byte>> of_device(set_.devices.size());
+  for (uint64_t begin = first; begin < first + count; begin += at_once) {
+    const uint64_t end = std::min(begin + at_once, first + count);
+    std::vector<uint32_t> first_row(set_.devices.size(), base::RowMap::kNone);
+    std::vector<uint32_t> rows(set_.devices.size());
+    for (uint64_t row = begin; row < end; ++row) {
+      const uint32_t d = table.placement.device_of(row);
+      if (rows[d]++ == 0) first_row[d] = table.placement.local_row(row);
+    }
+    for (size_t d = 0; d < rows.size(); ++d) {
+      if (rows[d] == 0) continue;
+      of_device[d].resize(rows[d] * record);
+      replies_.submit(*set_.devices[d], csd::ReadRecords{static_cast<uint32_t>(number),
+                                                         first_row[d], rows[d], of_device[d]});
+    }
+    SI_RETURN_IF_ERROR(wait_for_all());
+    records.resize((end - begin) * record);
+    for (uint64_t row = begin; row < end; ++row) {
+      const uint32_t d = table.placement.device_of(row);
+      std::memcpy(records.data() + (row - begin) * record,
+                  of_device[d].data() + (table.placement.local_row(row) - first_row[d]) * record,
+                  record);
+    }
+    SI_RETURN_IF_ERROR(visit(begin, records));
+  }
+  return Status();
+}
+
+}  // namespace smartinf::engine

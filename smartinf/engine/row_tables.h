@@ -1,0 +1,108 @@
+// Tables of which a step touches few rows, on the devices of a run (csd/messages/rows): rows are
+// gathered for the forward, their gradients are added up in the order in which they come, and the
+// devices update the rows that have one, in the step of the Updater that the tables belong to.
+//
+//   gather -> add_gradient ... -> Updater::finish_gradients -> start_update -> commit
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "smartinf/base/float_formats.h"
+#include "smartinf/base/row_map.h"
+#include "smartinf/base/status.h"
+#include "smartinf/csd/messages/rows/rows.h"
+#include "smartinf/engine/device_replies.h"
+#include "smartinf/engine/device_set.h"
+#include "smartinf/engine/options.h"
+#include "smartinf/plan/row_schedule.h"
+
+namespace smartinf::engine {
+
+/// Ids are rows of a table, in any order, with repeats. Values are [ids][dim], of the type given.
+/// Bits do not depend on the number of devices, the size of their caches, or the order of rows on
+/// them. Threads: one at a time, that of the Updater's caller.
+///
+/// Errors of all calls: kInvalidArgument for a row that the table has not, with its place among the
+/// ids, before anything is sent; otherwise the device's, named.
+class RowTables {
+ public:
+  /// Opens, or with set.fresh makes, the tables of options on the set's devices; `watch` outlives
+  /// it, and the devices are destroyed before. Errors: kMismatch for other tables, both are named;
+  /// kNoSpace; kOutOfMemory with what would do; kUnsupported with several ranks.
+  static base::Result<std::unique_ptr<RowTables>> open(const UpdaterOptions& options,
+                                                       const DeviceSet& set, DeviceWatch& watch);
+
+  size_t count() const { return tables_.size(); }
+  const TableOptions& table(size_t table) const { return tables_[table].options; }
+  /// Errors: kNotFound with the names that there are.
+  base::Result<size_t> find(const std::string& name) const;
+
+  /// A hint: rows that will be gathered. Returns at once.
+  base::Status prefetch(size_t table, std::span<const int64_t> ids);
+  /// keep: gradients of these rows will follow.
+  base::Status gather(size_t table, std::span<const int64_t> ids, base::DataType type, void* out,
+                      bool keep = true);
+  /// Between begin_step() and finish_gradients(): adds to what the step's rows have so far.
+  base::Status add_gradient(size_t table, std::span<const int64_t> ids, base::DataType type,
+                            const void* gradient);
+  /// Weights of distinct rows, before Updater::initialize(); of a scratch table at any time.
+  base::Status put(size_t table, std::span<const int64_t> ids, std::span<const float> values);
+  /// Adds to rows of a scratch table, in f32 and in the order of ids.
+  base::Status scatter_add(size_t table, std::span<const int64_t> ids,
+                           std::span<const float> values);
+  /// Records of rows [first, first + count) in order, some at a time: weights and planes as
+  /// kernels/row_rules.h lays them out. What `visit` returns ends the call.
+  base::Status read_records(
+      size_t table, uint64_t first, uint64_t count,
+      const std::function<base::Status(uint64_t row, std::span<const std::byte> records)>& visit);
+
+  /// Rows that have a gradient in this step.
+  uint64_t rows_of_step(size_t table) const { return tables_[table].rows.size(); }
+
+  // For the Updater.
+  struct Found {
+    double sum_of_squares = 0;
+    bool finite = true;
+    std::string first_bad;  // table and row of the first value that is not finite
+  };
+  /// Measures the sums as they will be sent. Again allowed after itself.
+  Found finish_gradients();
+  /// The messages of an update, for each device of the set; they point to memory that stays until
+  /// forget(). rates: of every table.
+  std::vector<std::vector<csd::UpdateRows>> make_updates(std::span<const double> rates,
+                                                         base::StepNumber number,
+                                                         double gradient_scale);
+  /// The step's gradients are not needed any more.
+  void forget();
+
+ private:
+  struct Table {
+    TableOptions options;
+    plan::RowPlacement placement;
+    // Gradients of this step: rows in the order in which they came, and their sums.
+    std::vector<base::RowMap> places;  // by device: local row -> index below
+    std::vector<uint64_t> rows;        // of the whole table
+    std::vector<float> sums;           // [rows][dim]
+    // What is sent: by device, rows ascending.
+    std::vector<std::vector<uint32_t>> sent_rows;
+    std::vector<std::vector<std::byte>> sent_gradients;
+  };
+
+  RowTables(const DeviceSet& set, DeviceWatch& watch) : set_(set), replies_(watch) {}
+
+  base::Status check_ids(const Table& table, std::span<const int64_t> ids) const;
+  base::Status wait_for_all();
+
+  const DeviceSet& set_;
+  DeviceReplies replies_;
+  std::vector<Table> tables_;
+  base::DataType gradient_type_ = base::DataType::kBf16;
+  std::vector<std::vector<uint32_t>> prefetched_;  // rows of hints that were not answered
+};
+
+}  // namespace smartinf::engine

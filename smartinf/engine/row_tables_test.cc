@@ -1,0 +1,345 @@
+// Tables of rows over devices, beside a model of them in memory: the same bits for any number of
+// devices, any cache and after every kind of ending.
+#include "smartinf/engine/row_tables.h"
+
+#include <map>
+#include <random>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "smartinf/base/test_scratch.h"
+#include "smartinf/engine/test_model.h"
+#include "smartinf/engine/updater.h"
+
+namespace smartinf::engine {
+namespace {
+
+using base::ErrorCode;
+using base::Status;
+using kernels::RowRule;
+using ::testing::HasSubstr;
+
+constexpr uint64_t kRows = 5000;
+constexpr uint32_t kDim = 24;
+
+/// All tables of a run in memory, dense.
+class Reference {
+ public:
+  explicit Reference(const std::vector<TableOptions>& tables) : tables_(tables) {
+    for (size_t t = 0; t < tables.size(); ++t) {
+      const uint64_t bytes = kernels::record_bytes(tables[t].rule.rule, tables[t].dim);
+      auto& records = records_.emplace_back(tables[t].rows, std::vector<std::byte>(bytes));
+      for (uint64_t row = 0; row < tables[t].rows; ++row) {
+        kernels::initial_record(tables[t].start, static_cast<uint32_t>(t), row, tables[t].dim,
+                                records[row]);
+      }
+    }
+  }
+  void put(size_t table, uint64_t row, std::span<const float> weights) {
+    std::ranges::fill(records_[table][row], std::byte{0});
+    std::memcpy(records_[table][row].data(), weights.data(), weights.size_bytes());
+  }
+  void step(size_t table, std::span<const int64_t> ids, std::span<const float> gradients,
+            uint64_t number, double lr, double scale) {
+    const TableOptions& options = tables_[table];
+    std::map<int64_t, std::vector<float>> sums;
+    for (size_t i = 0; i < ids.size(); ++i) {
+      auto [sum, is_new] = sums.try_emplace(ids[i], options.dim, 0.0f);
+      for (uint32_t d = 0; d < options.dim; ++d) {
+        const float value = gradients[i * options.dim + d];
+        sum->second[d] = is_new ? value : sum->second[d] + value;
+      }
+    }
+    const auto scalars = kernels::make_row_scalars(options.rule, lr, number, scale);
+    if (options.rule.rule == RowRule::kAdamW) {  // every row
+      const std::vector<float> zeros(options.dim);
+      for (uint64_t row = 0; row < options.rows; ++row) {
+        const auto sum = sums.find(static_cast<int64_t>(row));
+        if (sum == sums.end() && kernels::record_step(records_[table][row]) == 0) continue;
+        kernels::update_record(scalars, sum == sums.end() ? zeros : sum->second,
+                               records_[table][row]);
+      }
+      return;
+    }
+    for (const auto& [row, sum] : sums) {
+      kernels::update_record(scalars, sum, records_[table][static_cast<size_t>(row)]);
+    }
+  }
+  const std::vector<std::byte>& record(size_t table, uint64_t row) const {
+    return records_[table][row];
+  }
+  std::vector<float> weights(size_t table, std::span<const int64_t> ids) const {
+    std::vector<float> all;
+    for (const int64_t id : ids) {
+      const auto* values =
+          reinterpret_cast<const float*>(records_[table][static_cast<size_t>(id)].data());
+      all.insert(all.end(), values, values + tables_[table].dim);
+    }
+    return all;
+  }
+
+ private:
+  std::vector<TableOptions> tables_;
+  std::vector<std::vector<std::vector<std::byte>>> records_;
+};
+
+plan::ParameterSpace dense_space() {
+  plan::ParameterSpace space;
+  EXPECT_TRUE(space.add("dense", {4 * kBlock}, 0).ok());
+  return space;
+}
+
+struct Batch {
+  std::vector<int64_t> ids;
+  std::vector<float> gradients;
+};
+/// Ids with many repeats.
+Batch batch_of(uint64_t seed, uint64_t rows, uint32_t dim, size_t count) {
+  std::mt19937_64 random(seed);
+  std::normal_distribution<float> normal(0.0f, 0.1f);
+  Batch batch;
+  for (size_t i = 0; i < count; ++i) {
+    const uint64_t below = random() % 3 == 0 ? 16 : rows;
+    batch.ids.push_back(static_cast<int64_t>(random() % below));
+  }
+  batch.gradients.resize(count * dim);
+  for (float& value : batch.gradients) value = normal(random);
+  return batch;
+}
+
+class RowTablesTest : public ::testing::Test {
+ protected:
+  RowTablesTest() {
+    options_.memory_budget_bytes = 64 * base::kMiB;
+    options_.subgroup_elements = kBlock;
+    options_.gradient_type = DataType::kF32;
+    options_.ring = storage::RingKind::kThreads;
+    options_.pin_threads = false;
+    options_.table_memory_bytes = 64 * base::kMiB;
+    options_.table_log_bytes = 16 * base::kMiB;
+    set_devices({1});
+    for (const RowRule rule : {RowRule::kSparseAdam, RowRule::kAdamW, RowRule::kRowAdagrad}) {
+      TableOptions table;
+      table.name = kernels::row_rule_name(rule);
+      table.rows = kRows;
+      table.dim = kDim;
+      table.rule.rule = rule;
+      table.start = {0.02, 7};
+      options_.tables.push_back(table);
+    }
+  }
+
+  void set_devices(const std::vector<double>& bandwidths) {
+    options_.devices.clear();
+    for (size_t d = 0; d < bandwidths.size(); ++d) {
+      DeviceOptions device;
+      device.path = scratch_ / ("device" + std::to_string(options_.devices.size()));
+      device.threads = 1;
+      device.bandwidth = bandwidths[d];
+      options_.devices.push_back(device);
+    }
+  }
+
+  void open() {
+    updater_.reset();
+    auto opened = Updater::open(options_, dense_space());
+    ASSERT_TRUE(opened.ok()) << opened.status().to_string();
+    updater_ = std::move(*opened);
+    ASSERT_NE(updater_->tables(), nullptr);
+  }
+  void initialize() {
+    expect_ok(updater_->initialize(
+        [](uint64_t, std::span<float> out) {
+          std::ranges::fill(out, 0.5f);
+          return Status();
+        },
+        "step 0"));
+  }
+  void open_fresh() {
+    open();
+    if (!HasFatalFailure()) initialize();
+  }
+  /// Leaves the step before its commit.
+  void begin_update(uint64_t step) {
+    expect_ok(updater_->begin_step());
+    const std::vector<base::Bf16> dense = contract_gradient(4 * kBlock, static_cast<int>(step));
+    expect_ok(updater_->put_gradient(0, dense.data(), DataType::kBf16, dense.size()));
+    // Two micro batches.
+    for (size_t t = 0; t < options_.tables.size(); ++t) {
+      const Batch batch = batch_of(step * 8 + t, kRows, kDim, 700);
+      const auto ids = std::span(batch.ids);
+      expect_ok(updater_->tables()->add_gradient(t, ids.first(300), DataType::kF32,
+                                                 batch.gradients.data()));
+      expect_ok(updater_->tables()->add_gradient(t, ids.subspan(300), DataType::kF32,
+                                                 batch.gradients.data() + 300 * kDim));
+    }
+    auto summary = updater_->finish_gradients(1);
+    ASSERT_TRUE(summary.ok()) << summary.status().to_string();
+    norms_.push_back(summary->norm);
+    UpdateOptions update;
+    update.gradient_scale = 0.5;
+    update.groups = {{.lr = rate(step)}};
+    expect_ok(updater_->start_update(update, DataType::kBf16, nullptr));
+  }
+  static double rate(uint64_t step) { return 0.01 / (1 + 0.1 * static_cast<double>(step)); }
+  void step(uint64_t number, Reference* reference) {
+    // What the next forward needs, some of it ahead.
+    const Batch ahead = batch_of(number * 8, kRows, kDim, 700);
+    expect_ok(updater_->tables()->prefetch(0, std::span(ahead.ids).first(200)));
+    std::vector<float> out(ahead.ids.size() * kDim);
+    expect_ok(updater_->tables()->gather(0, ahead.ids, DataType::kF32, out.data()));
+    if (reference != nullptr) {
+      EXPECT_EQ(out, reference->weights(0, ahead.ids)) << "step " << number;
+    }
+    begin_update(number);
+    expect_ok(updater_->commit("after " + std::to_string(number)));
+    if (reference == nullptr) return;
+    for (size_t t = 0; t < options_.tables.size(); ++t) {
+      const Batch batch = batch_of(number * 8 + t, kRows, kDim, 700);
+      reference->step(t, batch.ids, batch.gradients, number, rate(number), 0.5);
+    }
+  }
+  void expect_records(const Reference& reference) {
+    for (size_t t = 0; t < options_.tables.size(); ++t) {
+      uint64_t bad = 0;
+      expect_ok(updater_->tables()->read_records(
+          t, 0, kRows, [&](uint64_t first, std::span<const std::byte> records) {
+            const size_t bytes = reference.record(t, 0).size();
+            for (size_t i = 0; i * bytes < records.size(); ++i) {
+              const auto there = records.subspan(i * bytes, bytes);
+              bad += std::ranges::equal(there, reference.record(t, first + i)) ? 0 : 1;
+            }
+            return Status();
+          }));
+      EXPECT_EQ(bad, 0u) << "records of " << options_.tables[t].name;
+    }
+  }
+
+  Scratch scratch_;
+  UpdaterOptions options_;
+  std::unique_ptr<Updater> updater_;
+  std::vector<double> norms_;
+};
+
+TEST_F(RowTablesTest, HaveTheBitsOfMemoryForAnyDevicesAndCache) {
+  std::vector<double> first_norms;
+  for (const std::vector<double>& bandwidths :
+       {std::vector<double>{1}, std::vector<double>{1, 1}, std::vector<double>{3, 1, 2, 2}}) {
+    for (const uint64_t memory : {24 * base::kMiB, 64 * base::kMiB}) {
+      SCOPED_TRACE(std::to_string(bandwidths.size()) + " devices, " + std::to_string(memory));
+      for (const DeviceOptions& device : options_.devices) {
+        std::filesystem::remove_all(device.path);
+      }
+      set_devices(bandwidths);
+      options_.table_memory_bytes = memory * bandwidths.size();
+      norms_.clear();
+      open_fresh();
+      ASSERT_FALSE(HasFatalFailure());
+      Reference reference(options_.tables);
+      for (uint64_t number = 1; number <= 6; ++number) {
+        step(number, &reference);
+        ASSERT_FALSE(HasFailure());
+      }
+      expect_records(reference);
+      if (first_norms.empty()) first_norms = norms_;
+      EXPECT_EQ(norms_, first_norms);
+    }
+  }
+}
+
+TEST_F(RowTablesTest, ComeBackAsOfTheCommittedStep) {
+  set_devices({1, 1});
+  options_.table_log_bytes = 4 * base::kMiB;  // merges go on
+  open();
+  ASSERT_FALSE(HasFatalFailure());
+  Reference reference(options_.tables);
+  std::vector<int64_t> ids;
+  std::vector<float> values;
+  for (int64_t row = 0; row < static_cast<int64_t>(kRows); row += 3) {
+    ids.push_back(row);
+    for (uint32_t d = 0; d < kDim; ++d) values.push_back(static_cast<float>(row) + 0.25f);
+  }
+  expect_ok(updater_->tables()->put(1, ids, values));
+  for (size_t i = 0; i < ids.size(); ++i) {
+    reference.put(1, static_cast<uint64_t>(ids[i]), std::span(values).subspan(i * kDim, kDim));
+  }
+  initialize();
+  for (uint64_t number = 1; number <= 12; ++number) {
+    if (number == 4) {  // a step that is made again
+      begin_update(number);
+      expect_ok(updater_->abort());
+      expect_records(reference);
+    }
+    step(number, &reference);
+    if (number % 3 == 0) {
+      if (number == 6) begin_update(number + 1);  // is lost
+      open();
+      ASSERT_FALSE(HasFatalFailure());
+      EXPECT_EQ(updater_->committed_step(), number);
+      EXPECT_EQ(updater_->client_metadata(), "after " + std::to_string(number));
+      expect_records(reference);
+    }
+    ASSERT_FALSE(HasFailure()) << "step " << number;
+  }
+}
+
+TEST_F(RowTablesTest, BadInputIsRefusedByName) {
+  open_fresh();
+  ASSERT_FALSE(HasFatalFailure());
+  RowTables& tables = *updater_->tables();
+  std::vector<float> out(3 * kDim);
+  const std::vector<int64_t> outside{1, 2, static_cast<int64_t>(kRows)};
+  const Status status = tables.gather(0, outside, DataType::kF32, out.data());
+  EXPECT_EQ(status.code(), ErrorCode::kInvalidArgument);
+  EXPECT_THAT(status.to_string(), HasSubstr("row 5000 in place 2"));
+  EXPECT_THAT(tables.find("none").status().to_string(), HasSubstr("sparse_adam, adamw"));
+  EXPECT_EQ(tables.put(0, std::vector<int64_t>{1}, std::vector<float>(kDim)).code(),
+            ErrorCode::kFailedPrecondition);
+
+  expect_ok(updater_->begin_step());
+  const std::vector<base::Bf16> dense = contract_gradient(4 * kBlock, 1);
+  expect_ok(updater_->put_gradient(0, dense.data(), DataType::kBf16, dense.size()));
+  std::vector<float> gradient(2 * kDim, 1.0f);
+  gradient[kDim + 3] = std::numeric_limits<float>::infinity();
+  expect_ok(tables.add_gradient(2, std::vector<int64_t>{11, 42}, DataType::kF32, gradient.data()));
+  const auto summary = updater_->finish_gradients(1);
+  ASSERT_TRUE(summary.ok());
+  EXPECT_FALSE(summary->finite);
+  EXPECT_EQ(summary->first_bad, "row_adagrad, row 42");
+  expect_ok(updater_->abort());
+
+  updater_.reset();
+  options_.tables[0].dim = 16;
+  const auto other = Updater::open(options_, dense_space());
+  EXPECT_EQ(other.status().code(), ErrorCode::kMismatch);
+  EXPECT_THAT(other.status().to_string(), HasSubstr("5000 rows of 24"));
+  EXPECT_THAT(other.status().to_string(), HasSubstr("5000 rows of 16"));
+}
+
+TEST_F(RowTablesTest, ScratchIsWrittenAndAddedTo) {
+  TableOptions scratch;
+  scratch.name = "activations";
+  scratch.kind = storage::RowTableKind::kScratch;
+  scratch.rows = 1000;
+  scratch.dim = 8;
+  options_.tables.push_back(scratch);
+  open_fresh();
+  ASSERT_FALSE(HasFatalFailure());
+  RowTables& tables = *updater_->tables();
+  std::vector<float> values(3 * 8);
+  for (size_t i = 0; i < values.size(); ++i) values[i] = static_cast<float>(i);
+  const std::vector<int64_t> ids{999, 5, 999};
+  expect_ok(tables.put(3, std::vector<int64_t>{5, 6}, std::vector<float>(16, 1.0f)));
+  expect_ok(tables.scatter_add(3, ids, values));
+  std::vector<float> out(3 * 8);
+  expect_ok(tables.gather(3, std::vector<int64_t>{5, 6, 999}, DataType::kF32, out.data()));
+  for (size_t d = 0; d < 8; ++d) {
+    EXPECT_EQ(out[d], 1.0f + static_cast<float>(8 + d));
+    EXPECT_EQ(out[8 + d], 1.0f);
+    EXPECT_EQ(out[16 + d], static_cast<float>(d) + static_cast<float>(16 + d));
+  }
+}
+
+}  // namespace
+}  // namespace smartinf::engine

@@ -315,6 +315,7 @@ class DeviceContract : public testing::TestWithParam<Kind> {
     options.store.spool_bytes = spool_bytes_;
     options.cache_memory_bytes = cache_memory_bytes_;
     options.cache_bytes = cache_bytes_;
+    options.row_memory_bytes = row_memory_bytes_;
     if (faulty_) {
       options.store.wrap_ring = [this](std::unique_ptr<storage::Ring> ring) {
         return std::make_unique<FaultRing>(std::move(ring), faults_);
@@ -348,6 +349,7 @@ class DeviceContract : public testing::TestWithParam<Kind> {
   DeviceShare share() const {
     DeviceShare share;
     share.cache_memory_bytes = cache_memory_bytes_;
+    share.row_memory_bytes = row_memory_bytes_;
     share.groups = groups_;
     if (GetParam().sparsity.factors) share.matrices = matrices_;
     return share;
@@ -405,7 +407,8 @@ class DeviceContract : public testing::TestWithParam<Kind> {
     if (GetParam().memory) {
       const auto size = EmulatedDrive::size_for(layout_, GetParam().durability, spool_bytes_);
       ASSERT_TRUE(size.ok()) << size.status().to_string();
-      auto drive = EmulatedDrive::create(*size, cache_memory_bytes_ == 0 ? 0 : cache_bytes_);
+      auto drive =
+          EmulatedDrive::create(*size, cache_memory_bytes_ == 0 ? 0 : cache_bytes_, row_bytes_);
       ASSERT_TRUE(drive.ok()) << drive.status().to_string();
       drive_ = std::move(*drive);
     }
@@ -414,6 +417,7 @@ class DeviceContract : public testing::TestWithParam<Kind> {
     device_ = std::move(*made);
     driver_.drive(*device_);
     ASSERT_TRUE(driver_.cache_state(layout_, GetParam().cached).ok());
+    if (before_start_) before_start_();
     const Status status = driver_.make_start(layout_);
     ASSERT_TRUE(status.ok()) << status.to_string();
   }
@@ -515,6 +519,9 @@ class DeviceContract : public testing::TestWithParam<Kind> {
 
   uint64_t spool_bytes_ = 0;
   uint64_t cache_memory_bytes_ = 0;
+  uint64_t row_memory_bytes_ = 0;
+  uint64_t row_bytes_ = 0;              // of an emulated drive, for tables
+  std::function<void()> before_start_;  // of a device that was made, before its first step
   uint64_t cache_bytes_ = 4 * base::kMiB;
   uint32_t weight_read_slots_ = 0;
   ProcessorFactory make_processor_;  // in place of the kind's

@@ -17,6 +17,7 @@
 #include "apps/smartinf/progress.h"
 #include "apps/smartinf/remote_flags.h"
 #include "apps/smartinf/saved_cache.h"
+#include "apps/smartinf/saved_rows.h"
 #include "apps/smartinf/state_places.h"
 
 namespace smartinf::apps {
@@ -48,6 +49,11 @@ struct CheckedDevice {
   Status cache_failure;            // of their check, which did not come to its end
   uint64_t cache_faults = 0;
   std::vector<std::string> cache_shown;  // of them, the first kFaultsShownMax
+  bool has_tables = false;               // whose rows are beside the state
+  Status rows_failure;                   // of their check, which did not come to its end
+  uint64_t rows_bytes = 0;               // read
+  uint64_t row_faults = 0;
+  std::vector<std::string> rows_shown;  // of them, the first kFaultsShownMax
   uint64_t faults_that_stay() const { return report.faults - report.faults_repaired; }
 };
 
@@ -182,6 +188,54 @@ void print_cache(const CheckedDevice& device) {
                         .c_str());
 }
 
+/// Rows of the tables of the state there, of the step that was checked.
+void check_rows(CheckedDevice& device, const FsckFlags& flags, Progress& progress) {
+  if (!device.report.state.initialized || device.report.state_lost || device.report.state.torn) {
+    return;
+  }
+  const auto lock = storage::lock_container(device.path);
+  if (!lock.ok()) {
+    if (saved_tables(device.path).ok()) device.rows_failure = lock.status();
+    return;
+  }
+  const auto rows = open_saved_rows(device.path, device.report.checked_step);
+  device.has_tables = !rows.ok() || *rows != nullptr;
+  if (rows.ok() && *rows == nullptr) return;
+  const auto show = [&](const Status& found) {
+    if (++device.row_faults > kFaultsShownMax) return;
+    device.rows_shown.push_back(found.to_string());
+    if (flags.json) return;
+    progress.clear();
+    std::printf("damaged: rows of tables: %s\n", device.rows_shown.back().c_str());
+  };
+  if (rows.status().code() == ErrorCode::kCorrupt) return show(rows.status());
+  device.rows_failure = rows.status();
+  if (!rows.ok()) return;
+  progress.rename("checking rows of tables of " + device.path);
+  device.rows_failure = (*rows)->verify(
+      [&](uint64_t done, uint64_t total) {
+        device.rows_bytes = done;
+        return progress(done, total);
+      },
+      show);
+  progress.clear();
+}
+
+void print_rows(const CheckedDevice& device) {
+  if (!device.rows_failure.ok()) {
+    std::printf("%s: rows of tables: not checked: %s\n", device.path.c_str(),
+                device.rows_failure.to_string().c_str());
+  } else if (device.has_tables) {
+    std::printf("%s: rows of tables: %s checked: %s\n", device.path.c_str(),
+                base::format_bytes(device.rows_bytes).c_str(),
+                device.row_faults == 0
+                    ? "sound"
+                    : fmt::format("{} pages damaged: restore a checkpoint (smartinf restore)",
+                                  device.row_faults)
+                          .c_str());
+  }
+}
+
 void print_device(const CheckedDevice& device) {
   if (!device.failure.ok()) {
     std::printf("%s: not checked: %s\n", device.path.c_str(), device.failure.to_string().c_str());
@@ -257,6 +311,13 @@ nlohmann::ordered_json to_json(const CheckedDevice& device) {
                                {"faults_found", device.cache_faults},
                                {"faults", device.cache_shown}};
   }
+  if (!device.rows_failure.ok()) {
+    json["rows"] = {{"error", device.rows_failure.to_string()}};
+  } else if (device.has_tables) {
+    json["rows"] = {{"bytes_read", device.rows_bytes},
+                    {"faults_found", device.row_faults},
+                    {"faults", device.rows_shown}};
+  }
   return json;
 }
 
@@ -281,9 +342,12 @@ int run_fsck(FsckFlags& flags) {
     if (device.failure.ok()) check_cache(device, flags, progress);
     if (device.cache_failure.code() == ErrorCode::kCancelled) return report(device.cache_failure);
     if (!flags.json) print_cache(device);
+    if (device.failure.ok()) check_rows(device, flags, progress);
+    if (device.rows_failure.code() == ErrorCode::kCancelled) return report(device.rows_failure);
+    if (!flags.json) print_rows(device);
     sound = sound && device.failure.ok() && device.faults_that_stay() == 0 &&
             !device.report.state_lost && !device.report.state.torn && device.cache_failure.ok() &&
-            device.cache_faults == 0;
+            device.cache_faults == 0 && device.rows_failure.ok() && device.row_faults == 0;
   }
   if (flags.json) {
     nlohmann::ordered_json json{{"sound", sound}};

@@ -214,7 +214,8 @@ void look_at_state(const fs::path& device, const GcFlags& flags, const Named& na
       engine::sources_at({device.string()}, storage::RingKind::kAuto, flags.remote);
   const auto summary = source.front()->summarize();
   if (remote && summary.status().code() == ErrorCode::kNotFound) return;
-  const uint64_t bytes = !remote        ? bytes_on_drive(device / storage::kStateFileName)
+  const uint64_t bytes = !remote ? bytes_on_drive(device / storage::kStateFileName) +
+                                       bytes_on_drive(device / storage::kRowFileName)
                          : summary.ok() ? summary->container_bytes
                                         : 0;
   if (!summary.ok()) {
@@ -381,7 +382,11 @@ Status remove(const Leftover& leftover, const serve::RemoteOptions& options) {
     if (remote) return erase_when_free(*source);
   }
   std::error_code error;
-  fs::remove(file, error);
+  // Rows of tables go with their state, and before it: without it nobody would find them.
+  const bool with_rows = leftover.kind != LeftoverKind::kCreating ||
+                         !is_there(leftover.path / storage::kStateFileName);
+  if (with_rows) fs::remove(leftover.path / storage::kRowFileName, error);
+  if (!error) fs::remove(file, error);
   if (!error) return Status();
   return base::errno_status(error.value(), "cannot delete", file.string());
 }

@@ -4,6 +4,7 @@
 #include <cstdio>
 #include <ctime>
 #include <memory>
+#include <optional>
 
 #include <fmt/format.h>
 #include <nlohmann/json.hpp>
@@ -18,6 +19,7 @@
 #include "apps/smartinf/machine.h"
 #include "apps/smartinf/remote_flags.h"
 #include "apps/smartinf/saved_cache.h"
+#include "apps/smartinf/saved_rows.h"
 #include "apps/smartinf/state_places.h"
 #include "apps/smartinf/wear.h"
 
@@ -45,6 +47,8 @@ struct Contents {
   bool no_run = false;        // the state is there for what lies beside it
   SavedCache cache;           // keys and values beside the state
   std::string cache_error;    // why they cannot be read
+  std::optional<storage::RowFileLayout> tables;  // whose rows are beside the state
+  std::string tables_error;
 };
 
 base::Result<Contents> read_contents(const std::string& device,
@@ -59,6 +63,12 @@ base::Result<Contents> read_contents(const std::string& device,
     contents.cache = std::move(*cache);
   } else {
     contents.cache_error = cache.status().to_string();
+  }
+  auto tables = saved_tables(device);
+  if (tables.ok()) {
+    contents.tables = std::move(*tables);
+  } else {
+    contents.tables_error = tables.status().to_string();
   }
   if (const auto found = engine::find_run(source)) {
     contents.owner = owner_text(owner_of(found->client_metadata));
@@ -123,6 +133,33 @@ void print_cache(const Contents& contents) {
                              identity.block_tokens, base::format_bytes(identity.block_bytes)));
 }
 
+void print_tables(const Contents& contents) {
+  if (!contents.tables_error.empty()) print_line("tables", contents.tables_error);
+  if (!contents.tables) return;
+  for (const storage::RowTableLayout& table : contents.tables->tables) {
+    print_line(&table == contents.tables->tables.data() ? "tables" : "", table_text(table));
+  }
+  print_line("", fmt::format("run {}, log of {}, {} in {}", contents.tables->run.to_string(),
+                             base::format_bytes(contents.tables->log_bytes),
+                             base::format_bytes(storage::RowFile::file_bytes(*contents.tables)),
+                             storage::kRowFileName));
+}
+
+nlohmann::json tables_to_json(const Contents& contents) {
+  if (!contents.tables_error.empty()) return {{"error", contents.tables_error}};
+  nlohmann::json tables = nlohmann::json::array();
+  for (const storage::RowTableLayout& table : contents.tables->tables) {
+    tables.push_back({{"name", table.name},
+                      {"kind", storage::kRowTableKindNames[static_cast<size_t>(table.kind)]},
+                      {"record_bytes", table.record_bytes},
+                      {"rows_here", table.rows}});
+  }
+  return {{"run", contents.tables->run.to_string()},
+          {"log_bytes", contents.tables->log_bytes},
+          {"file_bytes", storage::RowFile::file_bytes(*contents.tables)},
+          {"tables", tables}};
+}
+
 nlohmann::json cache_to_json(const Contents& contents) {
   if (!contents.cache_error.empty()) return {{"error", contents.cache_error}};
   const SavedCache& cache = contents.cache;
@@ -160,6 +197,7 @@ void print_contents(const InspectFlags& flags, const Contents& contents) {
                          state.device_index, state.device_count, time_text(store.created_seconds)));
   if (!contents.owner.empty()) print_line("belongs to", contents.owner);
   print_cache(contents);
+  print_tables(contents);
   if (store.superblock_copies_damaged > 0) {
     print_line("damage", fmt::format("{} of {} superblock copies; the next steps overwrite them",
                                      store.superblock_copies_damaged, store.superblock_copies));
@@ -254,6 +292,7 @@ nlohmann::json to_json(const InspectFlags& flags, const Contents& contents) {
   if (contents.cache.file != nullptr || !contents.cache_error.empty()) {
     json["keys_and_values"] = cache_to_json(contents);
   }
+  if (contents.tables || !contents.tables_error.empty()) json["rows"] = tables_to_json(contents);
   if (contents.rated_bytes > 0) json["rated_endurance_bytes"] = contents.rated_bytes;
   if (contents.drive.wear_share) json["drive_wear_share"] = *contents.drive.wear_share;
   if (contents.drive.written_bytes) json["drive_bytes_written"] = *contents.drive.written_bytes;

@@ -124,7 +124,7 @@ void warn_of_open_files(const ServeFile& file) {
     for (const auto& entry : std::filesystem::directory_iterator(device.path, error)) {
       const std::string name = entry.path().filename().string();
       const bool ours = name.starts_with("smartinf.state") || name.starts_with("smartinf.spool") ||
-                        name == "smartinf.cache";
+                        name == "smartinf.cache" || name == "smartinf.rows";
       const auto open = std::filesystem::perms::group_all | std::filesystem::perms::others_all;
       if (!ours || !entry.is_regular_file(error) ||
           (entry.status(error).permissions() & open) == std::filesystem::perms::none) {

@@ -532,7 +532,12 @@ Result<std::string> RowFile::prepare(StepNumber step) {
   }
   counts_.log_bytes += (mark.head - base_.head) * geometry_.log_page_bytes;
   prepared_ = true;
-  return encode(RowCommit{header_.file, mark.head, mark.chain});
+  constexpr size_t kNameMax = 200;
+  std::string tables = layout_.tables.front().name.substr(0, kNameMax);
+  if (layout_.tables.size() > 1) {
+    tables += fmt::format(" and {} more", layout_.tables.size() - 1);
+  }
+  return encode(RowCommit{header_.file, mark.head, mark.chain, std::move(tables)});
 }
 
 Status RowFile::commit(StepNumber step) {

@@ -20,8 +20,6 @@ std::array<uint64_t, 2> words_of(const RunId& id) {
   return words;
 }
 
-std::string hex(const RunId& id) { return id.to_string(); }
-
 }  // namespace
 
 template <typename Wire>
@@ -76,7 +74,8 @@ std::optional<RowFileLayout> decode_row_layout(std::span<const std::byte> bytes)
 }
 
 std::string encode(const RowCommit& commit) {
-  return fmt::format("rows1 {} {:016x} {:016x}", hex(commit.file), commit.head, commit.chain);
+  return fmt::format("rows1 {} {:016x} {:016x} {}", commit.file.to_string(), commit.head,
+                     commit.chain, commit.tables);
 }
 
 std::optional<RowCommit> decode_row_commit(std::string_view text) {
@@ -84,10 +83,13 @@ std::optional<RowCommit> decode_row_commit(std::string_view text) {
   std::array<char, 33> file{};
   unsigned long long head = 0;
   unsigned long long chain = 0;
-  if (std::sscanf(std::string(text).c_str(), "rows1 %32[0-9a-f] %16llx %16llx", file.data(), &head,
-                  &chain) != 3) {
+  int end = 0;
+  if (std::sscanf(std::string(text).c_str(), "rows1 %32[0-9a-f] %16llx %16llx%n", file.data(),
+                  &head, &chain, &end) != 3 ||
+      static_cast<size_t>(end) >= text.size()) {
     return std::nullopt;
   }
+  commit.tables = text.substr(static_cast<size_t>(end) + 1);
   for (size_t i = 0; i < commit.file.bytes.size(); ++i) {
     unsigned byte = 0;
     if (std::sscanf(&file[2 * i], "%2x", &byte) != 1) return std::nullopt;
@@ -97,6 +99,11 @@ std::optional<RowCommit> decode_row_commit(std::string_view text) {
   commit.chain = chain;
   if (encode(commit) != text) return std::nullopt;
   return commit;
+}
+
+std::string tables_of_row_commit(std::string_view text) {
+  const std::optional<RowCommit> commit = decode_row_commit(text);
+  return commit ? commit->tables : "of a newer program";
 }
 
 RowGeometry::RowGeometry(const RowFileLayout& layout) {

@@ -54,9 +54,13 @@ struct RowCommit {
   RunId file;
   uint64_t head = 0;   // pages before it count
   uint64_t chain = 0;  // the checksum of the last of them; 0 if there was none
+  std::string tables;  // for messages: "ngram and 2 more"
 };
 std::string encode(const RowCommit& commit);
 std::optional<RowCommit> decode_row_commit(std::string_view text);
+
+/// What the record says of its tables, or that it is not understood.
+std::string tables_of_row_commit(std::string_view text);
 
 enum class LogPageKind : uint8_t { kData = 1, kMerge = 2 };
 

@@ -11,6 +11,7 @@
 #include "smartinf/engine/local_source.h"
 #include "smartinf/engine/run_description.h"
 #include "smartinf/engine/smallest_state.h"
+#include "smartinf/serve/options.h"
 
 #include "apps/smartinf/commands.h"
 #include "apps/smartinf/interrupt.h"
@@ -190,12 +191,13 @@ void print_cache(const CheckedDevice& device) {
 
 /// Rows of the tables of the state there, of the step that was checked.
 void check_rows(CheckedDevice& device, const FsckFlags& flags, Progress& progress) {
-  if (!device.report.state.initialized || device.report.state_lost || device.report.state.torn) {
+  if (serve::is_remote(device.path) || !device.report.state.initialized ||
+      device.report.state_lost || device.report.state.torn) {
     return;
   }
   const auto lock = storage::lock_container(device.path);
   if (!lock.ok()) {
-    if (saved_tables(device.path).ok()) device.rows_failure = lock.status();
+    device.rows_failure = lock.status();
     return;
   }
   const auto rows = open_saved_rows(device.path, device.report.checked_step);

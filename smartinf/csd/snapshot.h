@@ -33,6 +33,7 @@ class Snapshot {
   /// Once, before reading: the step that recovery over all devices decides on.
   /// Errors: kCorrupt when its metadata cannot be used; kInvalidArgument for another step.
   virtual base::Status choose_step(base::StepNumber step) = 0;
+  /// With the record of the device's tables, if it has any (storage/row_commit.h).
   virtual std::string client_metadata() const = 0;
   /// Reads blocks [first, first + count) of a plane as they are stored, each checked; `subgroup` is
   /// its position in the layout. out has exactly their bytes.

@@ -15,7 +15,6 @@
 #include "smartinf/storage/container.h"
 #include "smartinf/storage/file_descriptor.h"
 #include "smartinf/storage/leak_in_flight.h"
-#include "smartinf/storage/row_commit.h"
 
 namespace smartinf::csd {
 
@@ -66,9 +65,7 @@ class StoreSnapshot final : public Snapshot {
   }
 
   Status choose_step(base::StepNumber step) override { return reader_->choose_step(step); }
-  std::string client_metadata() const override {
-    return storage::split_row_commit(reader_->client_metadata()).client_metadata;
-  }
+  std::string client_metadata() const override { return reader_->client_metadata(); }
   Status read_blocks(size_t subgroup, size_t plane, uint64_t first, uint64_t count,
                      std::span<std::byte> out) override {
     return reader_->read_blocks(subgroup, plane, first, count, out);

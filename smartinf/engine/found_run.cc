@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "smartinf/engine/step_metadata.h"
+#include "smartinf/storage/row_commit.h"
 
 namespace smartinf::engine {
 
@@ -27,7 +28,9 @@ std::optional<FoundRun> find_run(const DeviceSources& sources) {
   found->step = step.ok() ? *step : states.front().committed_step;
   auto snapshot = first->snapshot(storage::ReaderLock::kLeave);
   if (snapshot.ok() && (*snapshot)->choose_step(found->step).ok()) {
-    found->client_metadata = split_metadata((*snapshot)->client_metadata()).client_metadata;
+    found->client_metadata =
+        split_metadata(storage::split_row_commit((*snapshot)->client_metadata()).client_metadata)
+            .client_metadata;
   }
   return found;
 }

@@ -9,6 +9,9 @@
 #include <gtest/gtest.h>
 
 #include "smartinf/base/test_scratch.h"
+#include "smartinf/engine/found_run.h"
+#include "smartinf/engine/local_source.h"
+#include "smartinf/engine/stored_run.h"
 #include "smartinf/engine/test_model.h"
 #include "smartinf/engine/updater.h"
 
@@ -282,6 +285,26 @@ TEST_F(RowTablesTest, ComeBackAsOfTheCommittedStep) {
     }
     ASSERT_FALSE(HasFailure()) << "step " << number;
   }
+}
+
+TEST_F(RowTablesTest, AStateIsNotCopiedWithoutItsTables) {
+  set_devices({1, 1});
+  open_fresh();
+  ASSERT_FALSE(HasFatalFailure());
+  step(1, nullptr);
+  const auto refused = [&](const Status& status) {
+    EXPECT_EQ(status.code(), ErrorCode::kUnsupported) << status.to_string();
+    EXPECT_THAT(status.to_string(), HasSubstr(options_.tables[0].name + " and "));
+  };
+  refused(updater_->snapshot().status());
+  updater_.reset();
+  std::vector<std::string> paths;
+  for (const DeviceOptions& device : options_.devices) paths.push_back(device.path);
+  const DeviceSources sources = sources_at(paths, storage::RingKind::kThreads);
+  refused(open_stored_run(sources, storage::ReaderLock::kTake).status());
+  const auto found = find_run(sources);
+  ASSERT_TRUE(found);
+  EXPECT_EQ(found->client_metadata, "after 1");
 }
 
 TEST_F(RowTablesTest, BadInputIsRefusedByName) {

@@ -45,7 +45,7 @@ struct StoredRun {
 
 /// Puts the devices of one run together, given in any order. Errors: kNotFound for one that is
 /// missing, kMismatch for devices of different runs, kCorrupt when they do not hold every parameter
-/// once.
+/// once, kUnsupported for a run that has tables (named).
 base::Result<StoredRun> join_snapshots(std::vector<std::unique_ptr<csd::Snapshot>> devices);
 /// The same of devices that are not open. Errors: and those of DeviceSource::snapshot (named).
 base::Result<StoredRun> open_stored_run(const DeviceSources& sources, storage::ReaderLock lock);

@@ -204,7 +204,7 @@ class Alone {
 };
 
 struct Measured {
-  std::vector<double> step_s, alone_s, read_bytes, written_bytes, up_bytes, down_bytes, rows;
+  std::vector<double> step_s, gather_s, alone_s, alone_read_s, read_bytes, written_bytes, up_bytes, down_bytes, rows;
 };
 
 base::Status fill(engine::RowTables& tables, const RowsOptions& options) {
@@ -241,6 +241,7 @@ base::Result<Measured> measure(engine::Updater& updater, const RowsOptions& opti
     const engine::UpdaterTraffic before = updater.traffic();
     const uint64_t begin_ns = base::now_ns();
     SI_RETURN_IF_ERROR(tables.gather(0, ids, options.gradient_type, rows.data()));
+    const double gather_s = base::seconds_since(begin_ns);
     SI_RETURN_IF_ERROR(updater.begin_step());
     SI_RETURN_IF_ERROR(
         updater.put_gradient(0, dense_gradient.data(), base::DataType::kBf16, dense));
@@ -260,9 +261,11 @@ base::Result<Measured> measure(engine::Updater& updater, const RowsOptions& opti
     const uint64_t log = base::divide_up(distinct, base::records_per_page(record_bytes + 8)) * page;
     const uint64_t alone_ns = base::now_ns();
     SI_RETURN_IF_ERROR(alone.read(read / page));
+    measured.alone_read_s.push_back(base::seconds_since(alone_ns));
     SI_RETURN_IF_ERROR(alone.write(log));
     measured.alone_s.push_back(base::seconds_since(alone_ns));
     measured.step_s.push_back(step_s);
+    measured.gather_s.push_back(gather_s);
     measured.rows.push_back(static_cast<double>(distinct));
     measured.read_bytes.push_back(static_cast<double>(read));
     measured.written_bytes.push_back(static_cast<double>(moved.store.down_total()));
@@ -294,6 +297,8 @@ void print(const RowsOptions& options, const Measured& measured) {
     json["step_s_all"] = measured.step_s;
     json["alone_s"] = alone;
     json["alone_s_all"] = measured.alone_s;
+    json["gather_s"] = median(measured.gather_s);
+    json["alone_read_s"] = median(measured.alone_read_s);
     json["rows_of_step"] = rows;
     json["read_bytes"] = mean(measured.read_bytes);
     json["written_bytes"] = mean(measured.written_bytes);
@@ -306,6 +311,8 @@ void print(const RowsOptions& options, const Measured& measured) {
              options.dim, kernels::row_rule_name(options.rule), options.batch, rows);
   fmt::print("step {:.3f} s, {:.2f} of the same page reads and log writes alone ({:.3f} s)\n", step,
              step / alone, alone);
+  fmt::print("rows were gathered in {:.3f} s; their pages alone were read in {:.3f} s\n",
+             median(measured.gather_s), median(measured.alone_read_s));
   fmt::print("read {}, written {}; over the link {} up, {} down\n",
              base::format_bytes(static_cast<uint64_t>(mean(measured.read_bytes))),
              base::format_bytes(static_cast<uint64_t>(mean(measured.written_bytes))),

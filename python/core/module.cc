@@ -293,17 +293,32 @@ void define_step(nb::class_<PyUpdater, PyWeightSource>& updater) {
            "the guess that start_update() will be given the same. norm_max: of all gradients, up "
            "to which that is so; 0: whatever it is. Weights come up at any time from then on.")
       .def("start_update", &PyUpdater::start_update, "number"_a, "gradient_scale"_a, "groups"_a,
-           "type"_a, "address"_a, "kept"_a = nb::none(),
+           "type"_a, "address"_a, "kept"_a = nb::none(), "table_rates"_a = std::vector<double>(),
            "groups: for each range a dict of torch's options and 'step' (counts from 1), or None "
            "to skip it. Weights go to one flat array in the order of the space. kept: only those "
            "of the subgroups of these spans, [(first, count)]; with the option stream_weights the "
            "others are updated when a LayerWindow asks for them, or when something needs the "
-           "update to end.")
+           "update to end. table_rates: the learning rate of each table.")
       .def("wait_weights", &PyUpdater::wait_weights, "first"_a, "count"_a)
       .def("start_commit", &PyUpdater::start_commit, "client_metadata"_a)
       .def("committing", &PyUpdater::committing, "Whether a commit that was started goes on.")
       .def("wait_commit", &PyUpdater::wait_commit)
       .def("abort", &PyUpdater::abort);
+}
+
+void define_tables(nb::class_<PyUpdater, PyWeightSource>& updater) {
+  updater
+      .def("prefetch_rows", &PyUpdater::prefetch_rows, "table"_a, "ids"_a, "count"_a,
+           "A hint; returns at once. table: its number in the option tables. ids: of [count] i64.")
+      .def("gather_rows", &PyUpdater::gather_rows, "table"_a, "ids"_a, "count"_a, "type"_a, "out"_a,
+           "keep"_a, "Weights [count, dim] to `out`. keep: gradients of these rows will follow.")
+      .def("add_row_gradient", &PyUpdater::add_row_gradient, "table"_a, "ids"_a, "count"_a,
+           "type"_a, "gradient"_a, "[count, dim], after begin_step(); repeats are added in order.")
+      .def("put_rows", &PyUpdater::put_rows, "table"_a, "ids"_a, "count"_a, "values"_a,
+           "Weights [count, dim] f32, before initialize().")
+      .def("read_records", &PyUpdater::read_records, "table"_a, "first"_a, "count"_a, "visit"_a,
+           "visit(first row, memoryview of floats) of some rows after others: of each its weights, "
+           "the planes of the rule, and the step of its last update, a u32.");
 }
 
 void define_weights(nb::module_& module) {
@@ -415,5 +430,6 @@ NB_MODULE(_core, module) {
       "Every method raises smartinf.Error.");
   define_state(updater);
   define_step(updater);
+  define_tables(updater);
   define_layer_window(module);
 }

@@ -15,6 +15,7 @@
 #include "smartinf/base/float_formats.h"
 #include "smartinf/base/key_table.h"
 #include "smartinf/engine/checkpoint.h"
+#include "smartinf/engine/row_tables.h"
 #include "smartinf/engine/run_description.h"
 #include "smartinf/kernels/update.h"
 
@@ -183,6 +184,27 @@ engine::UpdaterOptions updater_options(const nb::dict& options_given) {
   given.read("io_bytes", options.io_bytes);
   given.read("io_depth", options.io_depth);
   given.read("checksums", options.checksums);
+  if (given.has("tables")) {
+    for (const nb::handle entry : nb::cast<nb::list>(options_given["tables"])) {
+      const auto table_given = nb::cast<nb::dict>(entry);
+      Given table("a table", table_given);
+      engine::TableOptions made;
+      table.read("name", made.name);
+      table.read("rows", made.rows);
+      table.read("dim", made.dim);
+      table.choose("kind", made.kind);
+      table.choose("rule", made.rule.rule);
+      table.read("beta1", made.rule.beta1);
+      table.read("beta2", made.rule.beta2);
+      table.read("eps", made.rule.eps);
+      table.read("deviation", made.start.deviation);
+      made.start.seed = options.seed;
+      table.finish();
+      options.tables.push_back(std::move(made));
+    }
+  }
+  given.read("table_memory_bytes", options.table_memory_bytes);
+  given.read("table_log_bytes", options.table_log_bytes);
   options.pin_threads = false;  // the ranks of a job share the machine's cores
   given.read("create", options.create);
   if (given.has("compress")) options.compress = read_compress(given.dict("compress"));
@@ -462,10 +484,12 @@ void PyUpdater::start_early_update(uint64_t number, double gradient_scale, const
 
 void PyUpdater::start_update(uint64_t number, double gradient_scale, const nb::list& groups,
                              const std::string& type, uintptr_t address,
-                             const std::optional<PySpans>& kept) {
+                             const std::optional<PySpans>& kept,
+                             const std::vector<double>& table_rates) {
   engine::Updater& updater = core();
   const base::DataType out = data_type(type);
-  const engine::UpdateOptions options = update_options(number, gradient_scale, groups);
+  engine::UpdateOptions options = update_options(number, gradient_scale, groups);
+  options.table_rates = table_rates;
   run([&] {
     check(updater.start_update(options, out, flat_sink(address, out, kept)));
     update_started_ = true;
@@ -493,6 +517,62 @@ void PyUpdater::wait_commit() {
 void PyUpdater::abort() {
   engine::Updater& updater = core();
   run([&] { check(updater.abort()); });
+}
+
+engine::RowTables& PyUpdater::tables(size_t index) {
+  engine::RowTables* const tables = core().tables();
+  if (tables == nullptr || index >= tables->count()) {
+    usage("there is no table " + std::to_string(index));
+  }
+  return *tables;
+}
+
+namespace {
+
+std::span<const int64_t> ids_at(uintptr_t address, size_t count) {
+  return {reinterpret_cast<const int64_t*>(address), count};
+}
+
+}  // namespace
+
+void PyUpdater::prefetch_rows(size_t table, uintptr_t ids, size_t count) {
+  engine::RowTables& all = tables(table);
+  run([&] { check(all.prefetch(table, ids_at(ids, count))); });
+}
+
+void PyUpdater::gather_rows(size_t table, uintptr_t ids, size_t count, const std::string& type,
+                            uintptr_t out, bool keep) {
+  engine::RowTables& all = tables(table);
+  const base::DataType as = data_type(type);
+  run([&] {
+    check(all.gather(table, ids_at(ids, count), as, reinterpret_cast<void*>(out), keep));
+  });
+}
+
+void PyUpdater::add_row_gradient(size_t table, uintptr_t ids, size_t count, const std::string& type,
+                                 uintptr_t gradient) {
+  engine::RowTables& all = tables(table);
+  const base::DataType as = data_type(type);
+  run([&] {
+    check(all.add_gradient(table, ids_at(ids, count), as, reinterpret_cast<const void*>(gradient)));
+  });
+}
+
+void PyUpdater::put_rows(size_t table, uintptr_t ids, size_t count, uintptr_t values) {
+  engine::RowTables& all = tables(table);
+  const std::span given(reinterpret_cast<const float*>(values), count * all.table(table).dim);
+  run([&] { check(all.put(table, ids_at(ids, count), given)); });
+}
+
+void PyUpdater::read_records(size_t table, uint64_t first, uint64_t count, nb::callable visit) {
+  engine::RowTables& all = tables(table);
+  run([&] {
+    check(all.read_records(table, first, count, [&](uint64_t row, std::span<const std::byte> r) {
+      const nb::gil_scoped_acquire acquired;
+      visit(row, float_view(reinterpret_cast<const float*>(r.data()), r.size() / sizeof(float)));
+      return Status();
+    }));
+  });
 }
 
 void PyUpdater::save_checkpoint(const std::string& path, bool replace, std::string trainer,

@@ -69,12 +69,22 @@ class PyUpdater final : public PyWeightSource {
                           const std::string& type, uintptr_t address, double norm_max,
                           const std::optional<PySpans>& kept);
   void start_update(uint64_t number, double gradient_scale, const nanobind::list& groups,
-                    const std::string& type, uintptr_t address, const std::optional<PySpans>& kept);
+                    const std::string& type, uintptr_t address, const std::optional<PySpans>& kept,
+                    const std::vector<double>& table_rates);
   void wait_weights(uint64_t first, uint64_t count);
   void start_commit(std::string client_metadata);
   bool committing() { return core().committing(); }
   void wait_commit();
   void abort();
+
+  // Tables of the options, by their number there. ids: address of [count] i64.
+  void prefetch_rows(size_t table, uintptr_t ids, size_t count);
+  void gather_rows(size_t table, uintptr_t ids, size_t count, const std::string& type,
+                   uintptr_t out, bool keep);
+  void add_row_gradient(size_t table, uintptr_t ids, size_t count, const std::string& type,
+                        uintptr_t gradient);
+  void put_rows(size_t table, uintptr_t ids, size_t count, uintptr_t values);
+  void read_records(size_t table, uint64_t first, uint64_t count, nanobind::callable visit);
 
   /// Copies the committed state, durably; progress(bytes done, bytes in all).
   void save_checkpoint(const std::string& path, bool replace, std::string trainer,
@@ -95,6 +105,8 @@ class PyUpdater final : public PyWeightSource {
   /// The updater, unless it was closed or belongs to the process that forked this one.
   engine::Updater& core();
   const plan::ParameterRange& range(size_t index);
+  /// Errors: there are no tables, or not so many.
+  engine::RowTables& tables(size_t index);
   /// groups: see start_update() in module.cc.
   engine::UpdateOptions update_options(uint64_t number, double gradient_scale,
                                        const nanobind::list& groups) const;

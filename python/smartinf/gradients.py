@@ -16,8 +16,8 @@ def flat(layout, i):
     grad = sharded_parameters.local_gradient(layout.params[i], layout.names[i])
     if grad.layout is not torch.strided:
         raise UsageError(
-            f"the gradient of {layout.names[i]} is sparse; only dense gradients are supported. "
-            "Make the embedding with sparse=False."
+            f"the gradient of {layout.names[i]} is sparse. Keep the embedding's rows on devices "
+            "(smartinf.move_tables(model, [its name]), docs/rows.md), or make it with sparse=False."
         )
     if grad.dtype not in TYPE_NAMES:
         raise UsageError(

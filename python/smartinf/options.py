@@ -19,9 +19,14 @@ class Options:
     """given: the keywords of StorageOptions. core: what the core is made with, but for what depends on the
     parameters. state_keys: torch's names of the planes of state. counts_steps: whether torch does."""
 
-    def __init__(self, given, rule, state_keys, counts_steps, streamed=None, mesh=None):
-        """Of the parameters: streamed, their StreamedModel, or None; mesh, over which they are divided, or None."""
-        self.mesh = mesh
+    def __init__(self, given, rule, state_keys, counts_steps, streamed=None, mesh=None, tables=None):
+        """Of the parameters, or None: streamed, their StreamedModel; mesh, over which they are divided; tables, the Tables
+        of their model."""
+        self.mesh, self.tables = mesh, tables
+        if tables is not None:
+            tables.reject_open()
+            if not device_list(given.get("devices")) and tables.devices:
+                given = {**given, "devices": tables.devices}
         self.streamed, self.stream = streamed, None if streamed is None else streamed.stream
         given = complete(given if streamed is None else _for_streamed(given, streamed))
         _check(given)

@@ -50,7 +50,7 @@ class Session:
     """
 
     def __init__(self, options, gradients, named, rule_options, resume):
-        self.options, self.ranks = options, options.ranks
+        self.options, self.ranks, self.tables = options, options.ranks, options.tables
         self.turn = threading.RLock()
         self.stepping = None  # the thread that is in a step, or hands over a gradient
         self.core, self.phase = None, Phase.CLOSED
@@ -104,6 +104,8 @@ class Session:
                 if resume:
                     self.load_weights()
             self.gradients.attach(self)
+            if self.tables is not None:
+                self.tables.attach(self)
             if options.stream is not None:
                 options.streamed.pass_ended = weakref.WeakMethod(self.pass_ended)
             if self.late is not None:
@@ -116,6 +118,8 @@ class Session:
 
     def _open(self, rule_options):
         options = core_options.options_of(self.options, self.layout, self.devices) | rule_options
+        if self.tables is not None:
+            options |= self.tables.core_options()
         if self.options.streamed is not None:
             # Of each device a subgroup with its gradient, and four masters that are read as weights.
             of_device = self._subgroup * (4 * (1 + len(self.options.state_keys)) + 20)
@@ -154,6 +158,8 @@ class Session:
             values[0] = layout.values(segment.param)[segment.start : segment.stop]
             return values[0].data_ptr(), TYPE_NAMES[values[0].dtype]
 
+        if self.tables is not None:
+            self.tables.initialize(self.core)
         self.core.initialize(provide, self.lineage.to_json())
         layout.snapshot()
 
@@ -309,7 +315,7 @@ class Session:
         reload = self.phase in (Phase.UPDATING, Phase.ABORTED) or self.updating_early
         if self.phase is not Phase.ABORTED:
             self.phase = Phase.UPDATING if reload else Phase.FAILED
-        self.gradients.forget()
+        self._forget_gradients()
         with contextlib.suppress(Error):  # its failure is on its way to the user
             self.core.wait_commit()
         self.core.abort()
@@ -331,7 +337,7 @@ class Session:
                 "the ranks are no longer in step, so the optimizer was closed; start the job again with "
                 "resume=True"
             )
-        self.gradients.forget()
+        self._forget_gradients()
         if self.phase is not Phase.IDLE:
             self.phase = Phase.FAILED
             self.core.abort()
@@ -369,11 +375,16 @@ class Session:
 
     @property
     def step_in_progress(self):
-        return self.step_begun or self.gradients.pending
+        return self.step_begun or self.gradients.pending or (self.tables is not None and bool(self.tables.pending))
 
     def reject_step_in_progress(self, what):
         if self.step_in_progress:
             raise UsageError(f"{what} between backward and step(): finish the step or call zero_grad()")
+
+    def _forget_gradients(self):
+        self.gradients.forget()
+        if self.tables is not None:
+            self.tables.forget()
 
     def begin_step(self):
         """The core takes gradients from here on. Collective when it is the first call of a step."""
@@ -411,6 +422,8 @@ class Session:
             self._reject_writes_since_backward()
         taking_part = self.gradients.hand_over(self)
         if any(taking_part):
+            if self.tables is not None:
+                self.tables.hand_over(self.core)
             self.taking_part, self.phase = taking_part, Phase.COLLECTED
         return taking_part
 
@@ -418,15 +431,15 @@ class Session:
         """(norm, finite, name of the first that is not) of what was handed over, on all ranks. Collective."""
         return self.core.finish_gradients(unscale)
 
-    def update(self, after, scale, group_options):
+    def update(self, after, scale, group_options, lr):
         """Updates with the gradients collected, times `scale`; the parameters then hold the new weights.
-        after: the lineage that the step leads to. group_options: for each parameter. Collective."""
+        after: the lineage that the step leads to. group_options: for each parameter. lr: of tables. Collective."""
         core, layout, taking_part = self.core, self.layout, self.taking_part
         update = self._for_core(after, scale, group_options)
         self.phase = Phase.UPDATING
         self.wrong_guess = self.overlap == "early" and update != self._guess
         layout.wait_copies()
-        core.start_update(*update, layout.kept_spans)
+        core.start_update(*update, layout.kept_spans, [] if self.tables is None else self.tables.rates(lr))
         begin = time.monotonic()
         if self.late is not None:
             held = self.late.begin(layout, taking_part)
@@ -458,7 +471,7 @@ class Session:
             layout.copied_back()
         self.waited_s += time.monotonic() - begin
         self.lineage, self.stepped = after, True
-        self.gradients.forget()
+        self._forget_gradients()
         if self.late is None:
             layout.snapshot([i for i, taking in enumerate(taking_part) if taking])
         self.phase = Phase.IDLE
@@ -481,7 +494,7 @@ class Session:
         """Forgets the step in progress, before its update has begun. Collective where gradients are
         averaged as they leave."""
         self.gradients.drop(self)
-        self.gradients.forget()
+        self._forget_gradients()
         if self.step_begun:
             overwritten = self.updating_early
             if overwritten:

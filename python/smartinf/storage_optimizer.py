@@ -9,7 +9,7 @@ from typing import Unpack
 
 import torch
 
-from smartinf import _core, checkpoint, relayout, sharded_parameters, state_io, streamed_model, trainer_arguments
+from smartinf import _core, checkpoint, relayout, sharded_parameters, state_io, streamed_model, tables, trainer_arguments
 from smartinf.amp import ScalerSignal
 from smartinf.averaged_gradients import AveragedGradients
 from smartinf.early_updates import EarlyUpdates
@@ -131,9 +131,10 @@ class StorageOptimizer(torch.optim.Optimizer):
         self.grad_norm, self.exposed_s, self.overlap, self.wrong_guess = None, 0.0, "none", False
         self._scaler_signal = ScalerSignal()
         super().__init__(params, defaults)
-        streamed = streamed_model.of(param for group in self.param_groups for param in group["params"])
+        params = [param for group in self.param_groups for param in group["params"]]
+        streamed, of_model = streamed_model.of(params), tables.of(params)
         mesh = sharded_parameters.mesh_of(self._trainable())
-        self._options = Options(storage, self._rule, self._state_keys, self._torch_counts_steps, streamed, mesh)
+        self._options = Options(storage, self._rule, self._state_keys, self._torch_counts_steps, streamed, mesh, of_model)
         self.max_grad_norm, self.nonfinite = self._options.max_grad_norm, self._options.nonfinite
         trainer_arguments.check_making(self.param_groups, self._options, self.max_grad_norm)
         shapes = [[name, list(param.shape)] for name, param in self._trainable()]
@@ -176,6 +177,8 @@ class StorageOptimizer(torch.optim.Optimizer):
         if self._options.streamed is not None:
             self._options.streamed.optimizer = weakref.ref(self)
             self._options.streamed.session = self._session
+        if self._options.tables is not None:
+            self._options.tables.optimizer = weakref.ref(self)
         self._early_updates = EarlyUpdates(self._options.overlap)
         expected = weakref.WeakMethod(self._expected_update)
         self._session.expected_update = lambda: expected()()
@@ -232,6 +235,8 @@ class StorageOptimizer(torch.optim.Optimizer):
         """As in torch. After the optimizer was made the devices are laid out anew: state that is
         there already is kept, by way of a checkpoint beside the first device of this machine. After a crash in between
         that checkpoint is still there, and opening the devices says how to bring it back."""
+        if self._session is not None:
+            self._reject_tables("add_param_group()")
         if self._session is not None and self._session.stream is not None:
             raise UsageError(
                 "add_param_group() of a streamed model's optimizer is not possible: close() it and make one with all groups "
@@ -253,6 +258,10 @@ class StorageOptimizer(torch.optim.Optimizer):
             if self._session.core is not None:
                 self.param_groups.pop()
             raise
+
+    def _reject_tables(self, call):
+        if self._session.tables is not None:
+            raise UsageError(f"{call} knows nothing of tables (move_tables); docs/rows.md says what does")
 
     # ---- A step.
 
@@ -320,7 +329,7 @@ class StorageOptimizer(torch.optim.Optimizer):
             )
         clip = _core.clip_factor(norm, float(self.max_grad_norm or 0))
         after = session.lineage.advanced(taking_part)
-        session.update(after, clip / scale, self._group_options(after, taking_part))
+        session.update(after, clip / scale, self._group_options(after, taking_part), float(self.param_groups[0]["lr"]))
         self.exposed_s, session.waited_s = session.waited_s, 0.0
         if session.stream is not None:
             self.exposed_s += session.stream.waited_s
@@ -378,6 +387,8 @@ class StorageOptimizer(torch.optim.Optimizer):
     @property
     def _step_supports_amp_scaling(self):
         # GradScaler reads it at the beginning of its own step(), and only there.
+        if self._session.tables is not None and not self._options.release:
+            raise UsageError("GradScaler unscales no gradients of tables: make the optimizer with release_gradients=True")
         return self._scaler_signal.show(self._session)
 
     @torch.no_grad()
@@ -451,6 +462,7 @@ class StorageOptimizer(torch.optim.Optimizer):
         with several ranks each of its parts. One that holds a checkpoint is refused unless `replace` is
         true; the old one is then there until the new one is whole."""
         self._session.reject_signal_handler("save_checkpoint()")
+        self._reject_tables("save_checkpoint()")
         with self._options.ranks.at("save_checkpoint()"):
             self._session.ready()
             if self._session.step_begun:  # sums of passes that are still in memory do not matter
@@ -465,6 +477,7 @@ class StorageOptimizer(torch.optim.Optimizer):
         damaged block. State is then unchanged."""
         self._session.opened()
         self._session.reject_signal_handler("load_checkpoint()")
+        self._reject_tables("load_checkpoint()")
         self._session.reject_step_in_progress("load_checkpoint")
         with self._options.ranks.at("load_checkpoint()"):
             checkpoint.load(self._session, folder, strict=True)

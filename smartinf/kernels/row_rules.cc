@@ -203,7 +203,7 @@ base::StepNumber record_step(std::span<const std::byte> record) {
 }
 
 void read_weights(std::span<const std::byte> record, uint64_t dim, base::DataType type, void* out) {
-  SI_CHECK(record.size() > dim * sizeof(float), "a record of that dim");
+  SI_CHECK(record.size() >= dim * sizeof(float), "a record of that dim");
   kernels().cast_from_f32(reinterpret_cast<const float*>(record.data()), out, type, dim);
 }
 

@@ -84,7 +84,8 @@ void initial_record(const RowStart& start, uint32_t table, uint64_t row, uint64_
 /// The step of the last update; 0: none.
 base::StepNumber record_step(std::span<const std::byte> record);
 
-/// Weights as the model takes them. Shapes: out: [dim] of type. Nearest, ties to even.
+/// Weights as the model takes them. Shapes: record: of any rule, or weights alone; out: [dim] of
+/// type. Nearest, ties to even.
 void read_weights(std::span<const std::byte> record, uint64_t dim, base::DataType type, void* out);
 
 /// Applies one step to one row in place. Shapes: gradient: [dim] f32, the sum of all that the row
@@ -98,8 +99,8 @@ void update_record(const RowScalars& scalars, std::span<const float> gradient,
 /// Brings a record of AdamW to the last of the steps that it missed, the bits being those of as
 /// many updates with a gradient of zeros. missed: their scalars, in order; every step behind the
 /// record's that updated the table. Of a row that was never updated, nothing changes but its step.
-/// A row's weights come to rest after about 1000 steps (beta1 0.9); from there on a step costs a
-/// tenth.
+/// A row's weights come to rest after about 1000 steps (beta1 0.9); from there on a step costs
+/// half.
 void catch_up(std::span<const RowScalars> missed, std::span<std::byte> record);
 
 /// What sums of rows start from. Unlike 0, it leaves -0 as it is.

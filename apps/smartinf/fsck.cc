@@ -232,7 +232,8 @@ void print_rows(const CheckedDevice& device) {
                 base::format_bytes(device.rows_bytes).c_str(),
                 device.row_faults == 0
                     ? "sound"
-                    : fmt::format("{} pages damaged: restore a checkpoint (smartinf restore)",
+                    : fmt::format("{} pages damaged: put a copy of the devices' directories in "
+                                  "place of all of them",
                                   device.row_faults)
                           .c_str());
   }
@@ -361,7 +362,8 @@ int run_fsck(FsckFlags& flags) {
     std::printf("%s\n", json.dump(2, ' ', false, nlohmann::json::error_handler_t::replace).c_str());
   } else {
     const bool lost = std::any_of(devices.begin(), devices.end(), [](const CheckedDevice& device) {
-      return !device.failure.ok() || device.report.state_lost || device.report.state.torn;
+      return !device.failure.ok() || device.report.state_lost || device.report.state.torn ||
+             device.row_faults > 0;
     });
     if (agreement.step && !lost) {
       std::printf("the run resumes after step %llu\n",

@@ -39,8 +39,7 @@ Result<std::unique_ptr<storage::RowFile>> open_saved_rows(const std::string& dev
     return Status(ErrorCode::kNotFound,
                   fmt::format("the state's tables ({}) are not beside it",
                               storage::tables_of_row_commit(record)),
-                  "Put smartinf.rows back, or restore the run from a checkpoint.",
-                  base::ErrorPlace{device, {}, {}, 0});
+                  "Put smartinf.rows back.", base::ErrorPlace{device, {}, {}, 0});
   }
   if (!place.ok()) return std::move(place).status();
   return storage::RowFile::open(std::move(*place), state->layout().run, record,

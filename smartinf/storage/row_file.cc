@@ -24,8 +24,6 @@ constexpr SpaceUse kUse{"rows of tables",
                         "use another device or one more, smaller tables or a smaller log of them"};
 /// The byte of records that were never written, in a page of a kState table that was.
 constexpr std::byte kUnwritten{0xff};
-constexpr std::string_view kDamagedAdvice =
-    "Restore the run from a checkpoint. Look at the drive's health (smartctl -a).";
 
 Status invalid(std::string what, std::string advice = {}) {
   return Status(ErrorCode::kInvalidArgument, std::move(what), std::move(advice));
@@ -178,7 +176,7 @@ Status RowFile::read_header(base::TrafficCounter& traffic) {
   }
   const base::ErrorPlace place{queue_->path(), 0, {}, 0};
   const Status unreadable(ErrorCode::kCorrupt, "no header of the tables' rows is whole",
-                          std::string(kDamagedAdvice), place);
+                          std::string(kDamagedRowsAdvice), place);
   if (!newest) return unreadable;
   if (newest->version > kRowFormatVersion) {
     return Status(ErrorCode::kMismatch,
@@ -232,9 +230,7 @@ Result<std::unique_ptr<RowFile>> RowFile::open(CachePlace place, const RunId& ru
   if (file->layout_.run != run || file->header_.file != commit->file) {
     return Status(ErrorCode::kMismatch,
                   "the tables' rows there are not those of the state beside them",
-                  "Put back the file that belongs to the state, or restore the run from a "
-                  "checkpoint.",
-                  where);
+                  "Put back the file that belongs to the state.", where);
   }
   SI_RETURN_IF_ERROR(file->recover(*commit));
   return file;
@@ -265,7 +261,7 @@ Status RowFile::damaged_home(uint32_t table, uint64_t page) const {
                             "was written",
                             first, std::min(one.rows, first + one.records_per_page) - 1,
                             layout_.tables[table].name),
-                std::string(kDamagedAdvice),
+                std::string(kDamagedRowsAdvice),
                 base::ErrorPlace{path(), geometry_.home_offset(one, page), one.page_bytes, 0});
 }
 

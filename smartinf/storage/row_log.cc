@@ -133,7 +133,7 @@ Status RowLog::damaged(uint64_t number) const {
   return Status(
       ErrorCode::kCorrupt,
       fmt::format("page {} of the log of tables' rows is not what was written", number),
-      "Restore the run from a checkpoint. Look at the drive's health (smartctl -a).",
+      std::string(kDamagedRowsAdvice),
       base::ErrorPlace{pump_.path(), geometry_.log_offset(number), geometry_.log_page_bytes, 0});
 }
 

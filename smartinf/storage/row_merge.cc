@@ -320,8 +320,7 @@ Status RowFile::recover(const RowCommit& commit) {
 Status RowFile::lost() const {
   return Status(ErrorCode::kCorrupt,
                 "the newest header or pages of the log of the tables' rows are missing",
-                "Restore the run from a checkpoint. Look at the drive's health (smartctl -a).",
-                base::ErrorPlace{path(), {}, {}, 0});
+                std::string(kDamagedRowsAdvice), base::ErrorPlace{path(), {}, {}, 0});
 }
 
 Status RowFile::read_generations() {
@@ -330,10 +329,9 @@ Status RowFile::read_generations() {
                                  base::TrafficKind::kMetadata));
   if (base::checksum(generations_.bytes(), seeds_.generations(header_.generations_from)) !=
       header_.generations_sum) {
-    return Status(ErrorCode::kCorrupt,
-                  "the list of pages of the tables' rows is not what was written",
-                  "Restore the run from a checkpoint. Look at the drive's health (smartctl -a).",
-                  base::ErrorPlace{path(), offset, generations_.size(), 0});
+    return Status(
+        ErrorCode::kCorrupt, "the list of pages of the tables' rows is not what was written",
+        std::string(kDamagedRowsAdvice), base::ErrorPlace{path(), offset, generations_.size(), 0});
   }
   for (const Table& one : geometry_.tables) {
     if (one.kind != RowTableKind::kScratch) continue;

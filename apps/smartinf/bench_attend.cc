@@ -21,6 +21,7 @@
 #include "smartinf/base/clock.h"
 #include "smartinf/base/thread_team.h"
 #include "smartinf/base/units.h"
+#include "smartinf/csd/messages/cache/cache_scans.h"
 #include "smartinf/engine/device_key_value_store.h"
 #include "smartinf/engine/key_value_store.h"
 #include "smartinf/engine/local_source.h"
@@ -129,9 +130,7 @@ base::Result<Measured> measure(engine::KeyValueStore& store, const AttendOptions
 
 // ---- Drives.
 
-// Size and number of a device's reads at once (csd/messages/cache).
-constexpr uint64_t kReadBytesMax = 512 * base::kKiB;
-constexpr uint32_t kReadsAtOnce = 48;
+constexpr uint32_t kReadsAtOnce = csd::cache_reads_at_once(storage::RingOptions().depth);
 constexpr uint64_t kBytesOfARun = 2 * base::kGiB;
 
 /// Reads a device's file of keys and values from its first block to its end, over and over.
@@ -146,7 +145,7 @@ class BlockReader {
     if (!reader->file_.is_open()) return base::errno_status(errno, "cannot read", reader->path_);
     std::error_code error;
     reader->end_ = std::filesystem::file_size(reader->path_, error);
-    reader->size_ = std::max<uint64_t>(1, kReadBytesMax / block_bytes) * block_bytes;
+    reader->size_ = std::max<uint64_t>(1, csd::kCacheReadBytesMax / block_bytes) * block_bytes;
     if (error || reader->end_ < storage::kCacheDataOffset + reader->size_) {
       return base::Status(base::ErrorCode::kInvalidArgument,
                           "a device has less than one read of " + base::format_bytes(reader->size_),

@@ -26,7 +26,6 @@ using storage::CachedLayer;
 using storage::CachedSequence;
 
 constexpr uint64_t kBlockTokens = kernels::kCacheBlockTokens;
-constexpr uint64_t kChunkBytes = 512 * base::kKiB;  // of one read, at most
 constexpr uint64_t kChunksMin = 8;                  // reads that overlap, where memory allows
 // How long the cache's thread sleeps at the drive before it looks at its messages.
 constexpr std::chrono::microseconds kPollWait{200};
@@ -253,7 +252,7 @@ Status CacheAccess::take_memory() {
   }
   const uint64_t left = all - pending * block;
   const uint64_t chunk =
-      std::max<uint64_t>(1, std::min(kChunkBytes, left / kChunksMin) / block) * block;
+      std::max<uint64_t>(1, std::min(kCacheReadBytesMax, left / kChunksMin) / block) * block;
   const uint64_t chunks = left / chunk;
   SI_ASSIGN_OR_RETURN(memory_, base::AlignedBuffer::allocate(pending * block + chunks * chunk));
   const std::span<std::byte> bytes = memory_.bytes();
@@ -267,9 +266,8 @@ Status CacheAccess::take_memory() {
   for (uint64_t i = 0; i < chunks; ++i) {
     slots.push_back(bytes.subspan(pending * block + i * chunk, chunk));
   }
-  const uint32_t depth = file_->queue().depth();
   scans_ = std::make_unique<CacheScans>(
-      *file_, std::move(slots), std::max(1u, depth - std::max(1u, depth / 4)),
+      *file_, std::move(slots), cache_reads_at_once(file_->queue().depth()),
       [this](const CachedSequence& sequence, uint32_t layer) { return on_drive(sequence, layer); },
       traffic_);
   if (const Status mapped = file_->queue().ring().register_memory(bytes); !mapped.ok()) {

@@ -15,6 +15,7 @@ CacheScans::CacheScans(storage::CacheFile& file, std::vector<std::span<std::byte
       depth_(depth),
       on_drive_(std::move(on_drive)),
       traffic_(traffic),
+      kept_free_(std::max<size_t>(1, slots.size() / 4)),
       chunks_(slots.size()) {
   for (size_t i = 0; i < slots.size(); ++i) {
     chunks_[i].memory = slots[i];
@@ -119,11 +120,15 @@ void CacheScans::set_order(std::vector<LayerSequence> order) {
   for (size_t i = 0; i < order_.size(); ++i) {
     place_in_order_[{order_[i].layer, order_[i].id}] = i;
   }
+  for (auto scan = ahead_.begin(); scan != ahead_.end();) {  // that nobody will ask for
+    const auto here = scan++;
+    if (!place_in_order_.contains({here->layer, here->sequence->id})) discard(ahead_, here);
+  }
   // Reading goes on behind what is there.
   ahead_next_ = 0;
   if (!ahead_.empty()) {
-    const auto last = place_in_order_.find({ahead_.back().layer, ahead_.back().sequence->id});
-    if (last != place_in_order_.end()) ahead_next_ = (last->second + 1) % order_.size();
+    const CacheScan& last = ahead_.back();
+    ahead_next_ = (place_in_order_.at({last.layer, last.sequence->id}) + 1) % order_.size();
   }
 }
 
@@ -134,18 +139,15 @@ bool CacheScans::wants() const {
 void CacheScans::start() {
   for (CacheScan& scan : demanded_) {
     while (scan.next < scan.end) {
-      if (!start_one(scan, true)) return;
+      if (!start_one(scan)) return;
     }
   }
   read_ahead();
 }
 
 /// False: there is no slot, or enough is in flight.
-bool CacheScans::start_one(CacheScan& scan, bool may_evict) {
-  if (in_flight_ >= depth_) return false;
-  while (free_.empty()) {
-    if (!may_evict || !evict()) return false;
-  }
+bool CacheScans::start_one(CacheScan& scan) {
+  if (in_flight_ >= depth_ || free_.empty()) return false;
   CacheChunk& chunk = *free_.back();
   free_.pop_back();
   const uint64_t block_bytes = file_.identity().block_bytes;
@@ -166,25 +168,15 @@ bool CacheScans::start_one(CacheScan& scan, bool may_evict) {
   return true;
 }
 
-/// Takes the slots of what is needed last from those who read ahead. False: there are none.
-bool CacheScans::evict() {
-  if (ahead_.empty()) return false;
-  const auto last = std::prev(ahead_.end());
-  const auto place = place_in_order_.find({last->layer, last->sequence->id});
-  if (place != place_in_order_.end()) ahead_next_ = place->second;
-  discard(ahead_, last);
-  return true;
-}
-
 void CacheScans::read_ahead() {
   for (size_t tried = 0; tried <= order_.size(); ++tried) {
     if (!ahead_.empty()) {
       CacheScan& scan = ahead_.back();
       while (scan.next < scan.end) {
-        if (!start_one(scan, false)) return;
+        if (free_.size() <= kept_free_ || !start_one(scan)) return;
       }
     }
-    if (free_.empty() || order_.empty()) return;
+    if (free_.size() <= kept_free_ || order_.empty()) return;
     const LayerSequence& wanted = order_[ahead_next_];
     CachedSequence* sequence = file_.find(wanted.id);
     if (sequence != nullptr && wanted.layer < sequence->layers.size()) {

@@ -3,6 +3,7 @@
 // owner's.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <deque>
 #include <functional>
@@ -14,11 +15,19 @@
 
 #include "smartinf/base/status.h"
 #include "smartinf/base/traffic.h"
+#include "smartinf/base/units.h"
 #include "smartinf/csd/messages/cache/cache.h"
 #include "smartinf/storage/cache_file.h"
 #include "smartinf/storage/transfer_queue.h"
 
 namespace smartinf::csd {
+
+inline constexpr uint64_t kCacheReadBytesMax = 512 * base::kKiB;  // of one read
+
+/// Reads at once, of the depth of a cache's ring; the others are for its writes.
+constexpr uint32_t cache_reads_at_once(uint32_t depth) {
+  return std::max(1u, depth - std::max(1u, depth / 4));
+}
 
 struct CacheScan;
 
@@ -82,9 +91,8 @@ class CacheScans {
 
  private:
   using Scans = std::list<CacheScan>;
-  bool start_one(CacheScan& scan, bool may_evict);
+  bool start_one(CacheScan& scan);
   void read_ahead();
-  bool evict();
   void free_used(CacheScan& scan);
   void discard(Scans& from, Scans::iterator scan);
   void free(CacheChunk& chunk);
@@ -94,6 +102,9 @@ class CacheScans {
   const uint32_t depth_;
   const std::function<uint64_t(const storage::CachedSequence&, uint32_t)> on_drive_;
   base::TrafficCounter& traffic_;
+  /// Slots that reading ahead leaves to those who wait: what it has read stays until it is asked
+  /// for.
+  const size_t kept_free_;
   std::vector<CacheChunk> chunks_;  // all slots
   std::vector<CacheChunk*> free_;
   uint32_t in_flight_ = 0;

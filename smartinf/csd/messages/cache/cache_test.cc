@@ -221,7 +221,14 @@ TEST_P(DeviceCache, ManyQueriesAtOnceInTheOrderThatWasSaidOrInAnother) {
   for (uint64_t id = 1; id <= 4; ++id) append_to_all(id, 12, kTokens);
   step(order, 13);
   std::vector<LayerSequence> backwards(order.rbegin(), order.rend());
-  step(backwards, 13);
+  const auto between = device_->store_traffic();
+  for (int i = 0; i < 3; ++i) {
+    step(backwards, 13);
+    step(order, 13);
+  }
+  EXPECT_LE(device_->store_traffic().since(between).up(base::TrafficKind::kCache),
+            6 * order.size() * 13 * data_.block_bytes() + cache_memory_bytes_)
+      << "what was read ahead stays until it is asked for";
   step(order, 7);
   ASSERT_TRUE(run(CloseSequence{3}).ok());
   backwards.erase(backwards.begin() + 1);

@@ -7,6 +7,7 @@ import json
 import os
 import pathlib
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -137,14 +138,46 @@ class GenerateBatch(StreamCase):
             self.assertRegex(told, r"goes on behind \d+, and inside \d+ more")
             self.assertEqual(self.answers(), whole)
 
+    def tuned(self, *names):
+        """Folders for --cache on which nothing is measured."""
+        for name in names:
+            (self.folder / name).mkdir()
+            (self.folder / name / "smartinf.tuning").write_text(
+                "io_bytes = 1048576\nio_depth = 4\nread_bytes_per_second = 1e9\nwrite_bytes_per_second = 1e9\n")
+
+    def test_a_job_with_a_cache_is_killed_again_and_again(self):
+        model, prompts = self.make_model(), self.long_prompts()
+        self.run_batch(model, prompts, "--keep")
+        answers, journal = self.folder / "answers.jsonl", self.folder / "answers.jsonl.journal"
+        whole, size = self.answers(), journal.stat().st_size
+        answers.unlink()
+        journal.unlink()
+        self.tuned("kv1", "kv2")
+        words = ("--cache", self.folder / "kv1", "--cache", self.folder / "kv2", "--save-every", "0.01s")
+        draw = random.Random(2)
+        kills, jobs, wanted = 0, 0, 200 if ALL else 3
+        while kills < wanted:
+            known = journal.stat().st_size if journal.exists() else 0
+            process = self.begin(model, prompts, *words, "--sequences", draw.choice([1, 4, 20]),
+                                 journal_bytes=known + draw.randrange(1, size // 6))
+            process.kill()
+            told = process.communicate()[1].decode()
+            kills += process.returncode == -signal.SIGKILL
+            if process.returncode == 0:
+                jobs += 1
+                self.assertEqual(self.answers(), whole, kills)
+                answers.unlink()
+            else:
+                self.assertEqual(process.returncode, -signal.SIGKILL, told)
+        self.run_batch(model, prompts, *words)
+        self.assertEqual(self.answers(), whole)
+        print(f"{kills} kills of {jobs + 1} jobs")
+
     def test_keys_and_values_on_devices_change_no_answer(self):
         model, prompts = self.make_model(), self.long_prompts(count=8)
         one = ("--cache", self.folder / "kv1", "--cache-format", "q8")
         two = (*one, "--cache", self.folder / "kv2", "--memory", "2GB", "--save-every", "0.02s")
-        for name in ("kv1", "kv2"):  # nothing is measured
-            (self.folder / name).mkdir()
-            (self.folder / name / "smartinf.tuning").write_text(
-                "io_bytes = 1048576\nio_depth = 4\nread_bytes_per_second = 1e9\nwrite_bytes_per_second = 1e9\n")
+        self.tuned("kv1", "kv2")
         journal = self.folder / "answers.jsonl.journal"
         self.run_batch(model, prompts, "--cache-format", "q8", "--keep")
         whole, size = self.answers(), journal.stat().st_size
@@ -177,7 +210,8 @@ class GenerateBatch(StreamCase):
             self.assertRegex(told, "keys and values: in .*; the job was begun with .*kv1, .*kv2")
             self.assertEqual(self.answers(), whole)
         self.assertEqual({path.name for path in self.folder.glob("kv*/*")}, {"smartinf.tuning"})
-        self.run_batch(model, prompts, *one, "--fresh")
+        told = self.run_batch(model, prompts, *one, "--rated-endurance", "1GB", "--fresh")
+        self.assertRegex(told, r"drives: .* written \([0-9.e-]+ % of their rated life\)")
         self.assertEqual(self.answers(), whole)
 
     def test_the_plans_command_runs_as_it_is(self):
@@ -296,6 +330,14 @@ class GenerateBatch(StreamCase):
                                   timeout=60, check=False)
             self.assertEqual(done.returncode, 2)
             self.assertIn(says, done.stderr)
+
+    def test_memory_that_is_said_to_do_does(self):
+        model, prompts = self.make_model(), self.prompts([{"tokens": [1, 2], "max_tokens": 2000}] * 20)
+        told = self.run_batch(model, prompts, "--memory", "50MB", "--tokens", 4, code=1)
+        enough = int(re.search(r"Allow (\d+)MiB or more", told).group(1))
+        self.assertIn("or more", self.run_batch(model, prompts, "--memory", f"{enough - 8}MiB", code=1))
+        self.run_batch(model, self.prompts([{"tokens": [1, 2], "max_tokens": 2000}]), "--memory", f"{enough + 8}MiB",
+                       "--fresh")
 
 
 if __name__ == "__main__":

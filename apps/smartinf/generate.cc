@@ -29,14 +29,14 @@ Status wrong(std::string what, std::string advice) {
   return Status(ErrorCode::kInvalidArgument, std::move(what), std::move(advice));
 }
 
+}  // namespace
+
 Result<uint64_t> bytes_of(const char* flag, const std::string& text) {
   if (text.empty()) return uint64_t{0};
   Result<uint64_t> bytes = base::parse_bytes(text);
   if (!bytes.ok()) return std::move(bytes).status().with_context(flag);
   return bytes;
 }
-
-}  // namespace
 
 Result<train::GeneratorOptions> generator_options(const GenerateFlags& flags) {
   train::GeneratorOptions options;
@@ -346,6 +346,13 @@ void add_batch_flags(CLI::App& command, GenerateFlags& flags) {
           "others [that of the weights' type]")
       ->check(CLI::IsMember(base::enum_name_list<kernels::CacheFormat>()))
       ->type_name("bf16|f32|q8")
+      ->group(kGroup);
+  command
+      .add_option(
+          "--rated-endurance", flags.rated_endurance,
+          "Bytes that may be written to each drive of --cache in its lifetime, from its data "
+          "sheet (600TB): the job says what share it has written [as the run's recipe]")
+      ->type_name("SIZE")
       ->group(kGroup);
   add_remote_flags(command, flags.remote);
 }

@@ -102,6 +102,9 @@ class BatchScreen {
  public:
   BatchScreen(bool json, const std::stop_token& stop) : json_(json), bar_("", stop) {}
 
+  /// Bytes that all drives together may write in their rated life; 0: not known.
+  void set_rated(uint64_t bytes) { rated_bytes_ = bytes; }
+
   void note(const std::string& line) {
     if (!json_) fmt::print(stderr, "{}\n", line);
   }
@@ -156,24 +159,31 @@ class BatchScreen {
       text += fmt::format("; drives: {} read, {} written",
                           base::format_rate(rate(read_bytes_, progress.token_seconds)),
                           base::format_bytes(written_bytes_));
+      if (rated_bytes_ > 0) {
+        text += fmt::format(" ({:.2g} % of their rated life)", 100 * life_share());
+      }
     }
     return text;
   }
+  double life_share() const {
+    return static_cast<double>(written_bytes_) / static_cast<double>(rated_bytes_);
+  }
   void print_json() {
     shown_ns_ = base::now_ns();
-    fmt::print("{}\n", nlohmann::ordered_json{{"answered", last_.answered},
-                                              {"prompts", last_.prompts},
-                                              {"refused", last_.refused},
-                                              {"active", last_.active},
-                                              {"lost", last_.lost},
-                                              {"tokens", last_.tokens},
-                                              {"token_seconds", last_.token_seconds},
-                                              {"prompt_tokens", last_.prompt_tokens},
-                                              {"shared_tokens", last_.shared_tokens},
-                                              {"prompt_seconds", last_.prompt_seconds},
-                                              {"cache_read_bytes", read_bytes_},
-                                              {"cache_written_bytes", written_bytes_}}
-                           .dump());
+    nlohmann::ordered_json line{{"answered", last_.answered},
+                                {"prompts", last_.prompts},
+                                {"refused", last_.refused},
+                                {"active", last_.active},
+                                {"lost", last_.lost},
+                                {"tokens", last_.tokens},
+                                {"token_seconds", last_.token_seconds},
+                                {"prompt_tokens", last_.prompt_tokens},
+                                {"shared_tokens", last_.shared_tokens},
+                                {"prompt_seconds", last_.prompt_seconds},
+                                {"cache_read_bytes", read_bytes_},
+                                {"cache_written_bytes", written_bytes_}};
+    if (rated_bytes_ > 0) line["rated_life_share"] = life_share();
+    fmt::print("{}\n", line.dump());
     std::fflush(stdout);
   }
 
@@ -183,6 +193,7 @@ class BatchScreen {
   BatchProgress last_;
   uint64_t read_bytes_ = 0;  // by drives, of keys and values
   uint64_t written_bytes_ = 0;
+  uint64_t rated_bytes_ = 0;
 };
 
 Status check_flags(const GenerateFlags& flags) {
@@ -209,6 +220,8 @@ class Batch {
                         train::BatchPrompts::open(flags_.batch, {flags_.tokens, flags_.sampling}));
     SI_ASSIGN_OR_RETURN(train::GeneratorOptions options, generator_options(flags_));
     host_bytes_ = options.host_bytes;
+    SI_ASSIGN_OR_RETURN(const uint64_t rated, rated_bytes(options.updater.devices));
+    screen_.set_rated(rated);
     SI_ASSIGN_OR_RETURN(generator_, train::Generator::open(std::move(options)));
     const train::ModelSource& source = generator_->source();
     LineCoder coder(generator_->text_form(), flags_.chat);
@@ -248,10 +261,29 @@ class Batch {
   }
 
  private:
+  /// Of all drives of --cache: --rated-endurance, or what the run's recipe says of a drive; 0:
+  /// neither does of one of them.
+  Result<uint64_t> rated_bytes(const std::vector<engine::DeviceOptions>& devices) const {
+    SI_ASSIGN_OR_RETURN(const uint64_t each, bytes_of("--rated-endurance", flags_.rated_endurance));
+    uint64_t sum = 0;
+    for (const std::string& path : flags_.cache) {
+      uint64_t one = each;
+      for (const engine::DeviceOptions& device : devices) {
+        std::error_code error;
+        if (each == 0 && std::filesystem::equivalent(device.path, path, error)) {
+          one = device.rated_endurance_bytes;
+        }
+      }
+      if (one == 0) return 0;
+      sum += one;
+    }
+    return sum;
+  }
+
   Status load(uint64_t longest) {
     longest = std::max<uint64_t>(longest, 1);
     const uint64_t wanted = std::clamp<uint64_t>(prompts_->prompts, 1, flags_.sequences);
-    const auto bytes = [&](const engine::KeyValueShape& model) {
+    const auto bytes = [&](const engine::KeyValueShape& model, uint64_t most) {
       const engine::KeyValueShape shape = in_format(model);
       const uint64_t block = kernels::cache_block_bytes(shape.attention.block);
       const uint64_t room = room_beside_weights(model);
@@ -264,16 +296,20 @@ class Batch {
       // Beside devices: the block of each layer that is not whole.
       const uint64_t one =
           sources_.empty() ? engine::memory_store_bytes(shape, longest) : shape.layers * block;
-      store_bytes_ = fixed + std::clamp(room - std::min(room, fixed), one, wanted * one);
+      store_bytes_ = fixed + std::clamp(room - std::min(room, fixed), one, most * one);
       const uint64_t fit = (store_bytes_ - fixed) / one;
       // In memory more of the shorter ones may fit.
-      sequences_ = sources_.empty() ? flags_.sequences : fit;
+      sequences_ = sources_.empty() && most == wanted ? flags_.sequences : fit;
       room_ = fmt::format("keys and values: {} for {} sequences at once, of up to {} tokens{}",
                           base::format_bytes(store_bytes_), fit, longest,
                           sources_.empty() ? "" : ", beside " + device_names());
       return store_bytes_;
     };
-    return generator_->load({.sequences = wanted, .longest = longest, .store_bytes = bytes});
+    return generator_->load({.sequences = wanted,
+                             .longest = longest,
+                             .fewer = true,
+                             .own_store = !flags_.cache.empty() || !flags_.cache_format.empty(),
+                             .store_bytes = bytes});
   }
 
   engine::KeyValueShape in_format(engine::KeyValueShape shape) const {

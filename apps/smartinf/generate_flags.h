@@ -37,8 +37,12 @@ struct GenerateFlags {
   bool keep = false;
   std::vector<std::string> cache;  // devices for keys and values; empty: in memory
   std::string cache_format;        // empty: that of the type
+  std::string rated_endurance;     // of each drive of the cache; empty: the recipe's
   serve::RemoteOptions remote;
 };
+
+/// 0 for an empty text. flag: for the error.
+base::Result<uint64_t> bytes_of(const char* flag, const std::string& text);
 
 /// The model of a run or a folder, and the memory that it may take.
 base::Result<train::GeneratorOptions> generator_options(const GenerateFlags& flags);

@@ -3,6 +3,8 @@
 #include <span>
 #include <string>
 
+#include <fmt/format.h>
+
 #include "smartinf/base/units.h"
 #include "smartinf/plan/slots.h"
 
@@ -67,6 +69,9 @@ base::Result<InferencePlan> plan_inference(const InferenceMemoryInput& input) {
     }
   }
   const bool host = plan.memory.host_bytes > input.host_limit_bytes;
+  const std::string allow = fmt::format(
+      "Allow {}MiB or more",
+      base::divide_up(host ? plan.memory.host_bytes : plan.memory.accelerator_bytes, base::kMiB));
   return base::Status(
       base::ErrorCode::kOutOfMemory,
       std::string("generating needs ") +
@@ -74,8 +79,8 @@ base::Result<InferencePlan> plan_inference(const InferenceMemoryInput& input) {
           " of " + (host ? "the host's" : "the accelerator's") + " memory at least, and " +
           base::format_bytes(host ? input.host_limit_bytes : input.accelerator_limit_bytes) +
           " may be used: " + describe_parts(host ? plan.memory.host : plan.memory.accelerator),
-      input.streams.ok() ? std::string("Allow more, or generate fewer tokens of fewer prompts")
-                         : "Allow more; all weights have to stay in memory, because " +
+      input.streams.ok() ? allow + ", or generate fewer tokens of fewer prompts"
+                         : allow + "; all weights have to stay in memory, because " +
                                std::string(input.streams.what()));
 }
 

@@ -84,7 +84,9 @@ class TorchGenerator final : public Generator {
   Status load_all(const DecodeNeeds& needs);
   Status open_files();
   Status open_state();
-  Result<plan::InferencePlan> make_plan(const DecodeNeeds& needs) const;
+  Status check_store(bool own_store) const;
+  Status make_plan(DecodeNeeds needs);
+  Result<plan::InferencePlan> plan_of(const DecodeNeeds& needs) const;
   uint64_t buffer_bytes() const;
   Status streams() const;
 
@@ -167,7 +169,7 @@ uint64_t TorchGenerator::buffer_bytes() const {
   return updater_->memory_bytes();
 }
 
-Result<plan::InferencePlan> TorchGenerator::make_plan(const DecodeNeeds& needs) const {
+Result<plan::InferencePlan> TorchGenerator::plan_of(const DecodeNeeds& needs) const {
   const model::Architecture& model = source_.architecture;
   plan::InferenceMemoryInput input;
   input.units = model::make_units(model);
@@ -188,8 +190,9 @@ Result<plan::InferencePlan> TorchGenerator::make_plan(const DecodeNeeds& needs) 
   }
   if (accelerator_.is_cpu()) {  // a step's rows, twice as they come and go; logits, and candidates
     const uint64_t heads = std::min<uint64_t>(needs.sequences, RowDecoder::kHeadRows);
-    input.activation_bytes +=
-        8 * needs.sequences * wide + 4 * heads * model.vocabulary + 16 * model.vocabulary;
+    input.activation_bytes += RowDecoder::prompt_bytes(model, needs.sequences, longest, type_) +
+                              8 * needs.sequences * wide + 4 * heads * model.vocabulary +
+                              16 * model.vocabulary;
   } else {
     input.activation_bytes += 32 * needs.sequences * model.vocabulary;
   }
@@ -215,7 +218,7 @@ Result<plan::InferencePlan> TorchGenerator::make_plan(const DecodeNeeds& needs) 
 }
 
 Status TorchGenerator::load(std::span<const uint64_t> tokens) {
-  const auto store_bytes = [&](const engine::KeyValueShape& shape) {
+  const auto store_bytes = [&](const engine::KeyValueShape& shape, uint64_t /*sequences*/) {
     uint64_t bytes = 0;
     for (const uint64_t one : tokens) {
       bytes += accelerator_.is_cpu()
@@ -226,10 +229,33 @@ Status TorchGenerator::load(std::span<const uint64_t> tokens) {
   };
   return load({.sequences = tokens.size(),
                .longest = *std::ranges::max_element(tokens),
+               .fewer = false,
+               .own_store = false,
                .store_bytes = store_bytes});
 }
 
+Status TorchGenerator::check_store(bool own_store) const {
+  if (!own_store || accelerator_.is_cpu()) return Status();
+  return Status(ErrorCode::kUnsupported,
+                "keys and values of a model on an accelerator are in its memory",
+                "Add --accelerator cpu, or leave out --cache and --cache-format");
+}
+
+/// Of as many sequences as memory suffices for.
+Status TorchGenerator::make_plan(DecodeNeeds needs) {
+  while (true) {
+    store_bytes_ = needs.store_bytes(key_value_shape(), needs.sequences);
+    auto plan = plan_of(needs);
+    if (plan.ok() || !needs.fewer || needs.sequences == 1) {
+      SI_ASSIGN_OR_RETURN(plan_, std::move(plan));
+      return Status();
+    }
+    needs.sequences /= 2;
+  }
+}
+
 Status TorchGenerator::load_all(const DecodeNeeds& needs) {
+  SI_RETURN_IF_ERROR(check_store(needs.own_store));
   const Options& options = options_.options;
   const model::Architecture& architecture = source_.architecture;
   SI_ASSIGN_OR_RETURN(const plan::ParameterSpace space, model::make_parameter_space(architecture));
@@ -244,8 +270,7 @@ Status TorchGenerator::load_all(const DecodeNeeds& needs) {
     SI_RETURN_IF_ERROR(open_state());
   }
   if (!of_run() || lora()) SI_RETURN_IF_ERROR(open_files());
-  store_bytes_ = needs.store_bytes(key_value_shape());
-  SI_ASSIGN_OR_RETURN(plan_, make_plan(needs));
+  SI_RETURN_IF_ERROR(make_plan(needs));
 
   model_ = std::make_unique<Model>(architecture, space, weights_options(),
                                    static_cast<uint32_t>(needs.longest), /*frozen=*/true);
@@ -265,12 +290,8 @@ Status TorchGenerator::load_all(const DecodeNeeds& needs) {
 
 Result<std::unique_ptr<SequenceDecoder>> TorchGenerator::decoder(DecoderOptions options) {
   return guarded("begin a decoder", [&]() -> Result<std::unique_ptr<SequenceDecoder>> {
+    SI_RETURN_IF_ERROR(check_store(options.store != nullptr));
     if (!accelerator_.is_cpu()) {
-      if (options.store != nullptr) {
-        return Status(ErrorCode::kUnsupported,
-                      "keys and values of a model on an accelerator are in its memory",
-                      "Add --accelerator cpu");
-      }
       return std::unique_ptr<SequenceDecoder>(std::make_unique<TorchDecoder>(
           *model_, *pass_, weights_options(), std::move(options.stop)));
     }

@@ -38,8 +38,11 @@ struct GeneratorOptions {
 struct DecodeNeeds {
   uint64_t sequences = 0;  // that it continues at a time
   uint64_t longest = 0;    // tokens of the longest one, new ones among them
-  /// Host memory that the store of keys and values will take. shape: key_value_shape().
-  std::function<uint64_t(const engine::KeyValueShape& shape)> store_bytes;
+  bool fewer = false;      // sequences do as well, down to one, where memory does not suffice
+  bool own_store = false;  // decoder() is given one
+  /// Host memory that the store of keys and values will take for so many sequences, of those that
+  /// were asked for. shape: key_value_shape(). The last call is of those that are planned.
+  std::function<uint64_t(const engine::KeyValueShape& shape, uint64_t sequences)> store_bytes;
 };
 
 /// Threads: one caller. Errors: as values; what torch throws is caught and named.

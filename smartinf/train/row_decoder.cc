@@ -25,9 +25,6 @@ namespace {
 /// A step's products are shorter than it takes to wake a thread.
 constexpr std::chrono::microseconds kAwake(200);
 
-/// Of prompts with a common prefix that are computed together, but for a longer one.
-constexpr uint64_t kPassTokens = 65536;
-
 /// A prompt, or a beginning that prompts share, while it is computed.
 struct Prompt {
   SequenceId id = 0;
@@ -95,6 +92,13 @@ class PartCache final : public KeyValueCache {
 
 /// Prompts whose keys and values a layer needs at the same time, and their parts in order.
 struct PromptPass {
+  uint64_t tokens() const {  // that are computed
+    uint64_t sum = 0;
+    for (const Prompt& prompt : prompts)
+      sum += static_cast<uint64_t>(prompt.end() - prompt.first());
+    return sum;
+  }
+
   std::deque<Prompt> prompts;
   std::deque<PartCache> parts;
   std::vector<UnitPass::Begun> begun;
@@ -126,6 +130,14 @@ engine::KeyValueShape key_value_shape(const model::Architecture& model,
   shape.layers = model.layers;
   shape.windows = model.windows;
   return shape;
+}
+
+uint64_t RowDecoder::prompt_bytes(const model::Architecture& model, uint64_t sequences,
+                                  uint64_t longest, base::DataType type) {
+  const uint64_t together = std::min(sequences * longest, std::max(longest, kPassTokens));
+  const uint64_t shared = sequences > 1 ? longest * 2 * model.kv_width() : 0;
+  return together * sizeof(int64_t) +
+         (together * model.width + shared) * base::data_type_bytes(type);
 }
 
 RowDecoder::RowDecoder(const LoadedModel& loaded, std::unique_ptr<engine::KeyValueStore> store,
@@ -249,10 +261,20 @@ void RowDecoder::fill(std::span<const SequenceInput> inputs, std::span<Sequence*
     }
     return;
   }
-  // Weights are brought once for all of them.
-  std::vector<UnitPass::Begun> all;
-  for (const PromptPass& pass : passes) all.insert(all.end(), pass.begun.begin(), pass.begun.end());
-  if (!all.empty()) loaded_.pass.fill_caches(all, stop);
+  // Weights are brought once for as many as may be computed together.
+  while (!passes.empty()) {
+    std::vector<UnitPass::Begun> all;
+    uint64_t tokens = 0;
+    size_t some = 0;
+    for (; some < passes.size() && (some == 0 || tokens + passes[some].tokens() <= kPassTokens);
+         ++some) {
+      const PromptPass& pass = passes[some];
+      tokens += pass.tokens();
+      all.insert(all.end(), pass.begun.begin(), pass.begun.end());
+    }
+    if (!all.empty()) loaded_.pass.fill_caches(all, stop);
+    for (; some > 0; --some) passes.pop_front();
+  }
 }
 
 Status RowDecoder::admit(std::span<const SequenceInput> sequences) {

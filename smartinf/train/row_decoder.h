@@ -48,6 +48,12 @@ class RowDecoder final : public SequenceDecoder {
 
   /// Logits are made for so many rows at a time.
   static constexpr size_t kHeadRows = 64;
+  /// Of prompts that are computed together, but for a longer one.
+  static constexpr uint64_t kPassTokens = 65536;
+  /// Memory of prompts between two layers: what goes from layer to layer, of all that are computed
+  /// together, and keys and values of a beginning that some of them share.
+  static uint64_t prompt_bytes(const model::Architecture& model, uint64_t sequences,
+                               uint64_t longest, base::DataType type);
 
  private:
   struct Sequence {

@@ -488,6 +488,50 @@ TEST(RowDecoder, ASharedBeginningIsKeptOnceAndWithoutRoomForItNotAtAll) {
   go_on(*tight, 1, logits);
 }
 
+/// Bytes of torch's tensors that this thread makes and frees.
+struct TensorBytes final : c10::MemoryReportingInfoBase {
+  void reportMemoryUsage(void* /*pointer*/, int64_t bytes, size_t /*allocated*/,
+                         size_t /*reserved*/, c10::Device /*device*/) override {
+    now += bytes;
+    most = std::max(most, now);
+  }
+  bool memoryProfilingEnabled() const override { return true; }
+  int64_t now = 0, most = 0;
+};
+
+TEST(RowDecoder, PromptsThatAreComputedTogetherTakeTheMemoryThatIsPlanned) {
+  constexpr uint64_t kTogether = 24;
+  const Form form = forms().front();
+  Loaded loaded(form.architecture, DataType::kF32);
+  std::vector<std::vector<int64_t>> prompts;
+  for (uint64_t i = 0; i < kTogether; ++i) {
+    prompts.emplace_back(kLongTokens - 20);
+    for (size_t t = 0; t < prompts[i].size(); ++t) {
+      prompts[i][t] = static_cast<int64_t>(t < kPromptPart ? t % 47 : (t * (i + 2)) % 50);
+    }
+  }
+  const auto most_of = [&](uint64_t count) {
+    std::vector<SequenceInput> inputs(count);
+    for (uint64_t i = 0; i < count; ++i) {
+      inputs[i].id = i + 1;
+      inputs[i].prompt = prompts[i];
+      inputs[i].tokens_max = prompts[i].size() + 1;
+      inputs[i].prefix = 1000;
+      inputs[i].prefix_tokens = kPromptPart;
+    }
+    const auto decoder = loaded.by_rows();
+    const auto bytes = std::make_shared<TensorBytes>();
+    const c10::DebugInfoGuard counting(c10::DebugInfoKind::PROFILER_STATE, bytes);
+    admit_all(*decoder, inputs);
+    return static_cast<uint64_t>(bytes->most);
+  };
+  const uint64_t more = most_of(kTogether) - most_of(1);
+  const uint64_t planned = RowDecoder::prompt_bytes(form.architecture, kTogether,
+                                                    prompts.front().size(), DataType::kF32);
+  EXPECT_LE(more, planned);
+  EXPECT_GE(more, planned / 2) << "it is not much more than what is needed";
+}
+
 TEST(RowDecoder, WhatDoesNotFitIsNotTakenIn) {
   Loaded loaded(forms().front().architecture, DataType::kF32);
   const auto shape = key_value_shape(forms().front().architecture, kernels::CacheFormat::kF32);

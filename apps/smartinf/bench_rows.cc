@@ -204,7 +204,8 @@ class Alone {
 };
 
 struct Measured {
-  std::vector<double> step_s, gather_s, alone_s, alone_read_s, read_bytes, written_bytes, up_bytes, down_bytes, rows;
+  std::vector<double> step_s, gather_s, alone_s, alone_read_s, read_bytes, written_bytes, up_bytes,
+      down_bytes, rows;
 };
 
 base::Status fill(engine::RowTables& tables, const RowsOptions& options) {

@@ -2,12 +2,14 @@
 // For tests.
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <functional>
 #include <memory>
 #include <span>
 #include <string>
 #include <utility>
+#include <variant>
 #include <vector>
 
 #include "smartinf/base/check.h"
@@ -69,10 +71,13 @@ class TestSource final : public csd::DeviceSource {
   const Functions functions_;
 };
 
+/// Commands by the index of their message.
+using CommandCounts = std::array<std::atomic<uint64_t>, std::variant_size_v<csd::Message>>;
+
 /// A device that counts the commands that reached it.
 class CountedDevice final : public csd::Device {
  public:
-  CountedDevice(std::unique_ptr<csd::Device> device, std::atomic<uint64_t>& commands)
+  CountedDevice(std::unique_ptr<csd::Device> device, CommandCounts& commands)
       : device_(std::move(device)), commands_(commands) {}
 
   const csd::DeviceInfo& info() const override { return device_->info(); }
@@ -84,8 +89,9 @@ class CountedDevice final : public csd::Device {
     return device_->cache_state(subgroups);
   }
   void submit(csd::Command& command) override {
+    const size_t message = command.message.index();
     device_->submit(command);
-    commands_.fetch_add(1);
+    commands_[message].fetch_add(1);
   }
   base::TrafficReading host_traffic() const override { return device_->host_traffic(); }
   base::TrafficReading store_traffic() const override { return device_->store_traffic(); }
@@ -96,7 +102,7 @@ class CountedDevice final : public csd::Device {
 
  private:
   const std::unique_ptr<csd::Device> device_;
-  std::atomic<uint64_t>& commands_;
+  CommandCounts& commands_;
 };
 
 /// Every server of the process under the same authority, which takes a second to make.

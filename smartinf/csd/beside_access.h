@@ -38,8 +38,8 @@ class BesideAccess {
   virtual uint64_t next_due_ns() const = 0;
 
   // Steps, of a family whose state is committed with the store's. The store does the same right
-  // after begin_step() and prepare(), and right before commit() and abort(). prepare() returns what
-  // is to be kept with the step (storage/row_commit.h).
+  // after prepare(), and right before the three others. prepare() returns what is to be kept with
+  // the step (storage/row_commit.h).
   virtual void begin_step(base::StepNumber) {}
   virtual base::Result<std::string> prepare(base::StepNumber) { return std::string(); }
   virtual base::Status commit(base::StepNumber) { return base::Status(); }

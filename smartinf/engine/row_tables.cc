@@ -251,6 +251,10 @@ std::vector<std::vector<csd::UpdateRows>> RowTables::make_updates(std::span<cons
                                                                   base::StepNumber number,
                                                                   double gradient_scale) {
   std::vector<std::vector<csd::UpdateRows>> messages(set_.devices.size());
+  std::vector<uint64_t> rows_of_step(set_.devices.size());
+  for (const Table& table : tables_) {
+    for (size_t d = 0; d < messages.size(); ++d) rows_of_step[d] += table.sent_rows[d].size();
+  }
   for (size_t t = 0; t < tables_.size(); ++t) {
     const Table& table = tables_[t];
     if (table.options.kind != RowTableKind::kState) continue;
@@ -261,6 +265,7 @@ std::vector<std::vector<csd::UpdateRows>> RowTables::make_updates(std::span<cons
         kernels::make_row_scalars(table.options.rule, rates[t], number, gradient_scale);
     const size_t row_in = table.options.dim * base::data_type_bytes(gradient_type_);
     for (size_t d = 0; d < messages.size(); ++d) {
+      message.rows_of_step = rows_of_step[d];
       const std::span<const uint32_t> rows = table.sent_rows[d];
       const std::span<const std::byte> gradients = table.sent_gradients[d];
       // A table that catches up is told of steps without rows, too.
@@ -305,46 +310,40 @@ std::vector<float> by_row(const plan::RowBatch& batch, std::span<const float> va
   return ordered;
 }
 
-/// Submits Message for each device's rows, a bounded number at a time.
+}  // namespace
+
+/// Sends values of rows as Message, a bounded number of rows at a time.
 template <typename Message>
-void submit_values(const DeviceSet& set, DeviceReplies& replies, uint32_t table,
-                   const plan::RowBatch& batch, const std::vector<float>& ordered, size_t dim) {
+Status RowTables::send_values(size_t number, std::span<const int64_t> ids,
+                              std::span<const float> values, bool add) {
+  const Table& table = tables_[number];
+  SI_RETURN_IF_ERROR(check_ids(table, ids));
+  const size_t dim = table.options.dim;
+  const plan::RowBatch batch = plan::RowBatch::make(table.placement, ids);
+  const std::vector<float> ordered = by_row(batch, values, dim, add);
   size_t first = 0;
   for (size_t d = 0; d < batch.rows.size(); ++d) {
     const std::span<const uint32_t> rows = batch.rows[d];
     for (size_t at = 0; at < rows.size(); at += csd::kRowsOfMessageMax) {
       const size_t some = std::min<size_t>(csd::kRowsOfMessageMax, rows.size() - at);
       Message message;
-      message.table = table;
+      message.table = static_cast<uint32_t>(number);
       message.rows = csd::row_bytes(rows.subspan(at, some));
       message.values = std::as_bytes(std::span(ordered).subspan((first + at) * dim, some * dim));
-      replies.submit(*set.devices[d], message);
+      replies_.submit(*set_.devices[d], message);
     }
     first += rows.size();
   }
-}
-
-}  // namespace
-
-Status RowTables::put(size_t number, std::span<const int64_t> ids, std::span<const float> values) {
-  const Table& table = tables_[number];
-  SI_RETURN_IF_ERROR(check_ids(table, ids));
-  const plan::RowBatch batch = plan::RowBatch::make(table.placement, ids);
-  const std::vector<float> ordered = by_row(batch, values, table.options.dim, false);
-  submit_values<csd::PutRows>(set_, replies_, static_cast<uint32_t>(number), batch, ordered,
-                              table.options.dim);
   return wait_for_all();
 }
 
-Status RowTables::scatter_add(size_t number, std::span<const int64_t> ids,
+Status RowTables::put(size_t table, std::span<const int64_t> ids, std::span<const float> values) {
+  return send_values<csd::PutRows>(table, ids, values, false);
+}
+
+Status RowTables::scatter_add(size_t table, std::span<const int64_t> ids,
                               std::span<const float> values) {
-  const Table& table = tables_[number];
-  SI_RETURN_IF_ERROR(check_ids(table, ids));
-  const plan::RowBatch batch = plan::RowBatch::make(table.placement, ids);
-  const std::vector<float> ordered = by_row(batch, values, table.options.dim, true);
-  submit_values<csd::ScatterAddRows>(set_, replies_, static_cast<uint32_t>(number), batch, ordered,
-                                     table.options.dim);
-  return wait_for_all();
+  return send_values<csd::ScatterAddRows>(table, ids, values, true);
 }
 
 Status RowTables::read_records(

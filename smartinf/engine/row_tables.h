@@ -96,6 +96,9 @@ class RowTables {
   RowTables(const DeviceSet& set, DeviceWatch& watch) : set_(set), replies_(watch) {}
 
   base::Status check_ids(const Table& table, std::span<const int64_t> ids) const;
+  template <typename Message>
+  base::Status send_values(size_t table, std::span<const int64_t> ids,
+                           std::span<const float> values, bool add);
   base::Status wait_for_all();
 
   const DeviceSet& set_;

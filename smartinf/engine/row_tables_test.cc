@@ -3,6 +3,7 @@
 #include "smartinf/engine/row_tables.h"
 
 #include <map>
+#include <numeric>
 #include <random>
 
 #include <gmock/gmock.h>
@@ -305,6 +306,33 @@ TEST_F(RowTablesTest, AStateIsNotCopiedWithoutItsTables) {
   const auto found = find_run(sources);
   ASSERT_TRUE(found);
   EXPECT_EQ(found->client_metadata, "after 1");
+}
+
+// A step of a third of the log: what the device merges between steps is not enough for the next.
+TEST_F(RowTablesTest, StepsBackToBackFindRoomInTheLog) {
+  options_.table_log_bytes = 8 * base::kMiB;
+  open_fresh();
+  ASSERT_FALSE(HasFatalFailure());
+  std::vector<int64_t> ids(3000);
+  std::iota(ids.begin(), ids.end(), 0);
+  const std::vector<float> gradients(ids.size() * kDim, 0.25f);
+  Reference reference(options_.tables);
+  for (uint64_t number = 1; number <= 12; ++number) {
+    expect_ok(updater_->begin_step());
+    const std::vector<base::Bf16> dense = contract_gradient(4 * kBlock, static_cast<int>(number));
+    expect_ok(updater_->put_gradient(0, dense.data(), DataType::kBf16, dense.size()));
+    for (size_t t = 0; t < options_.tables.size(); ++t) {
+      expect_ok(updater_->tables()->add_gradient(t, ids, DataType::kF32, gradients.data()));
+      reference.step(t, ids, gradients, number, rate(number), 1);
+    }
+    ASSERT_TRUE(updater_->finish_gradients(1).ok());
+    UpdateOptions update;
+    update.groups = {{.lr = rate(number)}};
+    expect_ok(updater_->start_update(update, DataType::kBf16, nullptr));
+    expect_ok(updater_->commit("after " + std::to_string(number)));
+    ASSERT_FALSE(HasFailure()) << "step " << number;
+  }
+  expect_records(reference);
 }
 
 TEST_F(RowTablesTest, BadInputIsRefusedByName) {

@@ -28,7 +28,7 @@
 namespace smartinf::serve::wire {
 
 /// Changes with every change of what is below. Hello and Welcome stay as they are for ever.
-inline constexpr uint32_t kProtocolVersion = 7;
+inline constexpr uint32_t kProtocolVersion = 8;
 inline constexpr uint64_t kProtocolMagic = 0x31454d4552464e49;  // "INFREME1"
 
 enum class Purpose : uint8_t { kAsk, kSession, kSnapshot, kNewState };

@@ -85,6 +85,7 @@ struct UpdateRows {
   uint32_t table = 0;
   base::DataType gradient_type = base::DataType::kF32;
   kernels::RowScalars scalars;
+  uint64_t rows_of_step = 0;  // of all messages of the step to the device: what its log takes
   std::span<const std::byte> rows;
   std::span<const std::byte> gradients;  // [rows][dim] of gradient_type
 };
@@ -170,8 +171,9 @@ void describe(Wire& wire, PrefetchRows& message) {
 }
 template <typename Wire>
 void describe(Wire& wire, UpdateRows& message) {
-  auto& [table, gradient_type, scalars, rows, gradients] = message;
-  wire(table, base::choice(gradient_type, base::DataType::kF16), scalars, rows, gradients);
+  auto& [table, gradient_type, scalars, rows_of_step, rows, gradients] = message;
+  wire(table, base::choice(gradient_type, base::DataType::kF16), scalars, rows_of_step, rows,
+       gradients);
 }
 template <typename Wire>
 void describe(Wire& wire, PutRows& message) {

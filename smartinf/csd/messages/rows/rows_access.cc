@@ -1,6 +1,7 @@
 #include "smartinf/csd/messages/rows/rows_access.h"
 
 #include <algorithm>
+#include <bit>
 #include <chrono>
 #include <cstring>
 #include <numeric>
@@ -35,14 +36,14 @@ constexpr std::chrono::milliseconds kBetweenMerges{1};
 
 Status refuse(std::string what) { return Status(ErrorCode::kInvalidArgument, std::move(what)); }
 
+uint64_t step_of(const kernels::RowScalars& scalars) { return scalars.step.step; }
+
 std::string steps_name(const TableShape& table) { return table.name + " (steps)"; }
 
 /// Text by which the tables that lie on a drive are compared with those that are asked for.
 std::string text_of(const TableShape& table) {
-  constexpr std::string_view kKinds[] = {"state", "data", "scratch"};
   std::string text = table.name + ": " + std::to_string(table.rows) + " rows of " +
-                     std::to_string(table.dim) + ", " +
-                     std::string(kKinds[static_cast<size_t>(table.kind)]);
+                     std::to_string(table.dim) + ", " + std::string(base::enum_name(table.kind));
   if (table.kind == RowTableKind::kState) {
     text += ", " + std::string(kernels::row_rule_name(table.rule));
   }
@@ -56,32 +57,28 @@ std::string description_of(const OpenTables& message) {
   for (const TableShape& table : message.tables) {
     text += '\n';
     text += text_of(table);
-    base::Encoder start;
-    double deviation = table.start.deviation;
-    start(deviation);
-    const std::vector<std::byte> bits = start.take();
-    uint64_t number = 0;
-    std::memcpy(&number, bits.data(), sizeof number);
-    text += ", start " + std::to_string(number) + " " + std::to_string(table.start.seed);
+    text += ", start " + std::to_string(std::bit_cast<uint64_t>(table.start.deviation)) + " " +
+            std::to_string(table.start.seed);
   }
   return text;
 }
 
+/// A record of the table that keeps them: a 1, which no record that was never written has, first.
 std::vector<std::byte> encoded(const kernels::RowScalars& scalars) {
   base::Encoder encoder;
-  kernels::RowScalars copy = scalars;
-  encoder(copy);
+  encoder(uint8_t{1}, scalars);
   std::vector<std::byte> bytes = encoder.take();
   SI_CHECK(bytes.size() <= kStepRecordBytes, "the scalars of a step do not fit their record");
   bytes.resize(kStepRecordBytes);
   return bytes;
 }
 
-Result<kernels::RowScalars> decoded(std::span<const std::byte> bytes) {
+Result<kernels::RowScalars> decoded(std::span<const std::byte> record) {
+  uint8_t there = 0;
   kernels::RowScalars scalars;
-  base::Decoder decoder(bytes);
-  decoder(scalars);
-  if (decoder.ok()) return scalars;
+  base::Decoder decoder(record);
+  decoder(there, scalars);
+  if (decoder.ok() && there == 1) return scalars;
   return Status(ErrorCode::kCorrupt, "the scalars of an earlier step are damaged",
                 "Run smartinf fsck on the device.");
 }
@@ -159,43 +156,40 @@ Status RowsAccess::carry_out(const Command& command) {
   if (const auto* message = command.as<OpenTables>()) return open(*message);
   if (file_ == nullptr) return Status(ErrorCode::kFailedPrecondition, "the tables are not open");
   if (const auto* message = command.as<GatherRows>()) {
-    pass_host_link(command, LinkDirection::kDown, base::TrafficKind::kGradient,
-                   message->rows.size());
+    pass_host_link(LinkDirection::kDown, base::TrafficKind::kGradient, message->rows.size());
     SI_RETURN_IF_ERROR(gather(*message));
-    pass_host_link(command, LinkDirection::kUp, base::TrafficKind::kWeight, message->out.size());
+    pass_host_link(LinkDirection::kUp, base::TrafficKind::kWeight, message->out.size());
     return Status();
   }
   if (const auto* message = command.as<PrefetchRows>()) {
-    pass_host_link(command, LinkDirection::kDown, base::TrafficKind::kGradient,
-                   message->rows.size());
+    pass_host_link(LinkDirection::kDown, base::TrafficKind::kGradient, message->rows.size());
     return prefetch(*message);
   }
   if (const auto* message = command.as<UpdateRows>()) {
-    pass_host_link(command, LinkDirection::kDown, base::TrafficKind::kGradient,
+    pass_host_link(LinkDirection::kDown, base::TrafficKind::kGradient,
                    message->rows.size() + message->gradients.size());
     Status status = update(*message);
     if (!status.ok() && begun_ && step_failure_.ok()) step_failure_ = status;
     return status;
   }
   if (const auto* message = command.as<PutRows>()) {
-    pass_host_link(command, LinkDirection::kDown, base::TrafficKind::kState,
+    pass_host_link(LinkDirection::kDown, base::TrafficKind::kState,
                    message->rows.size() + message->values.size());
     return put(*message);
   }
   if (const auto* message = command.as<ScatterAddRows>()) {
-    pass_host_link(command, LinkDirection::kDown, base::TrafficKind::kActivation,
+    pass_host_link(LinkDirection::kDown, base::TrafficKind::kActivation,
                    message->rows.size() + message->values.size());
     return scatter_add(*message);
   }
   const auto& message = *command.as<ReadRecords>();
   SI_RETURN_IF_ERROR(read_records(message));
-  pass_host_link(command, LinkDirection::kUp, base::TrafficKind::kState, message.records.size());
+  pass_host_link(LinkDirection::kUp, base::TrafficKind::kState, message.records.size());
   return Status();
 }
 
 /// Counts the bytes, and waits until they have passed an emulated link.
-void RowsAccess::pass_host_link(const Command&, LinkDirection direction, base::TrafficKind kind,
-                                uint64_t bytes) {
+void RowsAccess::pass_host_link(LinkDirection direction, base::TrafficKind kind, uint64_t bytes) {
   if (parts_.options.host_link_place == HostLinkPlace::kAtStore || bytes == 0) return;
   if (direction == LinkDirection::kUp) {
     parts_.host_traffic.add_up(kind, bytes);
@@ -245,13 +239,6 @@ Status RowsAccess::open(const OpenTables& message) {
                         plan::RowPlacement::make(shape.rows, message.pattern,
                                                  base::records_per_page(table.record_bytes)));
     table.rows = table.placement.rows_on(message.device_index);
-    if (table.rows >= base::RowMap::kNone) {
-      return Status(ErrorCode::kUnsupported,
-                    "a device can hold " + std::to_string(base::RowMap::kNone - 1) +
-                        " rows of a table, and would get " + std::to_string(table.rows) + " of " +
-                        shape.name,
-                    "Spread the table over more devices.");
-    }
     layout.tables.push_back({shape.name, shape.kind, table.record_bytes, table.rows});
   }
   for (Table& table : tables) {
@@ -327,26 +314,25 @@ Status RowsAccess::read_steps() {
   for (Table& table : tables_) {
     if (!table.shape.catches_up() || first_) continue;
     Status bad;
-    for (bool more = true; more && table.steps.size() < kStepsMax;) {
-      more = false;
-      const size_t first = table.steps.size();
-      table.steps.resize(first + kRowsAtOnce);
+    bool more = true;
+    for (uint64_t first = 0; more && first < kStepsMax; first += kRowsAtOnce) {
       std::vector<uint32_t> rows(kRowsAtOnce);
       std::iota(rows.begin(), rows.end(), static_cast<uint32_t>(first));
+      more = false;
       SI_RETURN_IF_ERROR(
-          file_->read(table.steps_table, rows, [&](size_t i, std::span<const std::byte> record) {
-            if (record.empty() || record[0] == std::byte{0}) return;
-            Result<kernels::RowScalars> scalars = decoded(record.subspan(1));
+          file_->read(table.steps_table, rows, [&](size_t, std::span<const std::byte> record) {
+            if (record.empty()) return;
+            Result<kernels::RowScalars> scalars = decoded(record);
             more = true;
-            if (!scalars.ok()) {
-              bad = scalars.status();
+            if (scalars.ok()) {
+              table.steps.push_back(*scalars);
             } else {
-              table.steps[first + i] = *scalars;
+              bad = scalars.status();
             }
           }));
       SI_RETURN_IF_ERROR(bad);
     }
-    while (!table.steps.empty() && !table.steps.back()) table.steps.pop_back();
+    std::ranges::sort(table.steps, {}, step_of);
     table.committed_steps = table.steps.size();
   }
   return Status();
@@ -359,23 +345,22 @@ Result<RowsAccess::Table*> RowsAccess::find(uint32_t table) {
   return refuse("table " + std::to_string(table) + " of " + std::to_string(tables_.size()));
 }
 
-/// The table of a message whose rows and values are as they should be.
-Result<RowsAccess::Table*> RowsAccess::find(uint32_t number, std::span<const std::byte> rows,
-                                            size_t values_bytes, size_t value_bytes) {
-  SI_ASSIGN_OR_RETURN(Table * table, find(number));
+/// row_bytes: of `values` for each row.
+Status RowsAccess::check_rows(const Table& table, std::span<const std::byte> rows,
+                              size_t values_bytes, uint64_t row_bytes) {
   const std::span<const uint32_t> numbers = row_numbers(rows);
   for (size_t i = 0; i < numbers.size(); ++i) {
-    if (numbers[i] >= table->rows) {
+    if (numbers[i] >= table.rows) {
       return refuse("row " + std::to_string(numbers[i]) + " of a table with " +
-                    std::to_string(table->rows) + " rows here (" + table->shape.name +
+                    std::to_string(table.rows) + " rows here (" + table.shape.name +
                     "), in place " + std::to_string(i) + " of the message");
     }
     if (i > 0 && numbers[i - 1] >= numbers[i]) {
       return refuse("rows of a message that do not ascend");
     }
   }
-  if (values_bytes != numbers.size() * value_bytes) return refuse("rows of another length");
-  return table;
+  if (values_bytes != numbers.size() * row_bytes) return refuse("rows of another length");
+  return Status();
 }
 
 /// A record as the last update has left it, from what is stored.
@@ -394,73 +379,69 @@ void RowsAccess::begin_record(const Table& table, uint32_t row, std::span<const 
   }
 }
 
-/// Of a table that catches up: brings a record to the last step before `end`.
-void RowsAccess::bring_up(const Table& table, uint64_t end, std::span<std::byte> record) {
-  if (!table.shape.catches_up()) return;
+/// Of a table that catches up: brings a record over those of the steps that it has missed.
+void RowsAccess::bring_up(std::span<const kernels::RowScalars> steps, std::span<std::byte> record) {
+  if (steps.empty()) return;
   const base::StepNumber from = kernels::record_step(record);
   // A row that was never updated has no momentum that would move it.
-  if (from == 0 || from + 1 >= end) return;
-  std::vector<kernels::RowScalars> missed;
-  for (uint64_t step = from + 1; step < end; ++step) {
-    if (table.steps[step]) missed.push_back(*table.steps[step]);
-  }
-  kernels::catch_up(missed, record);
+  if (from == 0) return;
+  const auto missed = std::ranges::upper_bound(steps, from, {}, step_of);
+  kernels::catch_up(steps.subspan(static_cast<size_t>(missed - steps.begin())), record);
 }
 
 template <typename Visit>
-Status RowsAccess::for_each_record(Table& table, std::span<const uint32_t> rows, bool keep,
+Status RowsAccess::for_each_record(Table& table, std::span<const uint32_t> rows,
+                                   std::span<const kernels::RowScalars> steps, bool keep,
                                    const Visit& visit) {
-  Missing missing;
-  const uint64_t to = table.steps.size();
+  std::vector<uint32_t> missing;
+  std::vector<size_t> missing_at;
   for (size_t i = 0; i < rows.size(); ++i) {
     const std::span<std::byte> record = table.cache->find(rows[i], keep);
     if (record.empty()) {
-      missing.rows.push_back(rows[i]);
-      missing.at.push_back(i);
+      missing.push_back(rows[i]);
+      missing_at.push_back(i);
     } else {
-      bring_up(table, to, record);
+      bring_up(steps, record);
       visit(i, std::span<const std::byte>(record));
     }
   }
-  if (missing.rows.empty()) return Status();
+  if (missing.empty()) return Status();
   std::vector<std::byte> aside(table.record_bytes);
   const auto number = static_cast<uint32_t>(&table - tables_.data());
-  return file_->read(number, missing.rows, [&](size_t i, std::span<const std::byte> stored) {
-    std::span<std::byte> record = table.cache->insert(missing.rows[i], keep);
+  return file_->read(number, missing, [&](size_t i, std::span<const std::byte> stored) {
+    std::span<std::byte> record = table.cache->insert(missing[i], keep);
     if (record.empty()) record = aside;
-    begin_record(table, missing.rows[i], stored, record);
-    bring_up(table, to, record);
-    visit(missing.at[i], std::span<const std::byte>(record));
+    begin_record(table, missing[i], stored, record);
+    bring_up(steps, record);
+    visit(missing_at[i], std::span<const std::byte>(record));
   });
 }
 
 Status RowsAccess::gather(const GatherRows& message) {
-  const size_t value = base::data_type_bytes(message.type);
   SI_ASSIGN_OR_RETURN(Table * table, find(message.table));
-  const uint64_t row_out = table->shape.dim * value;
-  SI_RETURN_IF_ERROR(find(message.table, message.rows, message.out.size(), row_out).status());
+  const uint64_t row_out = table->shape.dim * base::data_type_bytes(message.type);
+  SI_RETURN_IF_ERROR(check_rows(*table, message.rows, message.out.size(), row_out));
   const bool keep = message.keep && table->shape.kind == RowTableKind::kState;
-  return for_each_record(
-      *table, row_numbers(message.rows), keep, [&](size_t i, std::span<const std::byte> record) {
-        const auto* weights = reinterpret_cast<const float*>(record.data());
-        kernels::kernels().cast_from_f32(weights, message.out.data() + i * row_out, message.type,
-                                         table->shape.dim);
-      });
+  return for_each_record(*table, row_numbers(message.rows), table->steps, keep,
+                         [&](size_t i, std::span<const std::byte> record) {
+                           kernels::read_weights(record, table->shape.dim, message.type,
+                                                 message.out.data() + i * row_out);
+                         });
 }
 
 Status RowsAccess::prefetch(const PrefetchRows& message) {
-  SI_ASSIGN_OR_RETURN(Table * table, find(message.table, message.rows, 0, 0));
+  SI_ASSIGN_OR_RETURN(Table * table, find(message.table));
+  SI_RETURN_IF_ERROR(check_rows(*table, message.rows, 0, 0));
   if (table->cache->capacity() == 0) return Status();
-  return for_each_record(*table, row_numbers(message.rows), false,
+  return for_each_record(*table, row_numbers(message.rows), table->steps, false,
                          [](size_t, std::span<const std::byte>) {});
 }
 
 Status RowsAccess::update(const UpdateRows& message) {
   SI_ASSIGN_OR_RETURN(Table * table, find(message.table));
   const uint32_t dim = table->shape.dim;
-  const size_t row_bytes_in = dim * base::data_type_bytes(message.gradient_type);
-  SI_RETURN_IF_ERROR(
-      find(message.table, message.rows, message.gradients.size(), row_bytes_in).status());
+  const size_t row_in = dim * base::data_type_bytes(message.gradient_type);
+  SI_RETURN_IF_ERROR(check_rows(*table, message.rows, message.gradients.size(), row_in));
   if (table->shape.kind != RowTableKind::kState || message.scalars.rule != table->shape.rule) {
     return refuse("an update of " + text_of(table->shape) + " by the rule " +
                   std::string(kernels::row_rule_name(message.scalars.rule)));
@@ -470,25 +451,25 @@ Status RowsAccess::update(const UpdateRows& message) {
   }
   SI_RETURN_IF_ERROR(step_failure_);
   if (!updating_) {
-    while (file_->must_merge(0) && file_->wants_merge()) SI_RETURN_IF_ERROR(file_->merge_some());
+    while (file_->must_merge(message.rows_of_step)) SI_RETURN_IF_ERROR(file_->merge_some());
     file_->begin_step(step_);
     updating_ = true;
   }
-  const uint32_t number = message.table;
-  const uint64_t caller_step = message.scalars.step.step;
-  if (table->shape.catches_up() && table->steps.size() <= caller_step) {
+  const uint64_t caller_step = step_of(message.scalars);
+  if (table->shape.catches_up() &&
+      (table->steps.empty() || step_of(table->steps.back()) < caller_step)) {
     if (caller_step >= kStepsMax) {
       return Status(ErrorCode::kUnsupported,
                     "a table that catches up takes " + std::to_string(kStepsMax) + " steps");
     }
-    table->steps.resize(caller_step);
-    table->steps.emplace_back(message.scalars);
-    std::vector<std::byte> record = encoded(message.scalars);
-    record.insert(record.begin(), std::byte{1});
-    record.pop_back();
+    table->steps.push_back(message.scalars);
     const auto row = static_cast<uint32_t>(caller_step);
-    SI_RETURN_IF_ERROR(file_->append(table->steps_table, std::span(&row, 1), record));
+    SI_RETURN_IF_ERROR(
+        file_->append(table->steps_table, std::span(&row, 1), encoded(message.scalars)));
   }
+  // Records are brought up to the step before this one.
+  const auto before =
+      std::span(table->steps).first(table->steps.size() - (table->shape.catches_up() ? 1 : 0));
   const std::span<const uint32_t> rows = row_numbers(message.rows);
   std::vector<std::byte> records(std::min<uint64_t>(rows.size(), kRowsAtOnce) *
                                  table->record_bytes);
@@ -498,34 +479,19 @@ Status RowsAccess::update(const UpdateRows& message) {
     const auto record_of = [&](size_t i) {
       return std::span(records).subspan(i * table->record_bytes, table->record_bytes);
     };
-    // Records are brought up to the step before this one.
-    Missing missing;
+    SI_RETURN_IF_ERROR(for_each_record(*table, some, before, false,
+                                       [&](size_t i, std::span<const std::byte> record) {
+                                         std::ranges::copy(record, record_of(i).begin());
+                                       }));
     for (size_t i = 0; i < some.size(); ++i) {
-      const std::span<std::byte> cached = table->cache->find(some[i], false);
-      if (cached.empty()) {
-        missing.rows.push_back(some[i]);
-        missing.at.push_back(i);
-      } else {
-        std::ranges::copy(cached, record_of(i).begin());
-      }
-    }
-    if (!missing.rows.empty()) {
-      SI_RETURN_IF_ERROR(
-          file_->read(number, missing.rows, [&](size_t i, std::span<const std::byte> stored) {
-            begin_record(*table, missing.rows[i], stored, record_of(missing.at[i]));
-          }));
-    }
-    for (size_t i = 0; i < some.size(); ++i) {
-      bring_up(*table, caller_step, record_of(i));
-      kernels::kernels().cast_to_f32(message.gradients.data() + (first + i) * row_bytes_in,
+      kernels::kernels().cast_to_f32(message.gradients.data() + (first + i) * row_in,
                                      message.gradient_type, gradient.data(), dim);
       kernels::update_record(message.scalars, gradient, record_of(i));
     }
-    SI_RETURN_IF_ERROR(
-        file_->append(number, some, std::span(records).first(some.size() * table->record_bytes)));
+    SI_RETURN_IF_ERROR(file_->append(message.table, some,
+                                     std::span(records).first(some.size() * table->record_bytes)));
     for (size_t i = 0; i < some.size(); ++i) {
-      std::span<std::byte> cached = table->cache->find(some[i], false);
-      if (cached.empty()) cached = table->cache->insert(some[i], false);
+      const std::span<std::byte> cached = table->cache->find(some[i], false);
       if (cached.empty()) continue;
       std::ranges::copy(record_of(i), cached.begin());
       table->cache->release(some[i]);
@@ -543,7 +509,7 @@ Status RowsAccess::put(const PutRows& message) {
   SI_ASSIGN_OR_RETURN(Table * table, find(message.table));
   const uint64_t dim_bytes = table->shape.dim * sizeof(float);
   const uint64_t row = message.records ? table->record_bytes : dim_bytes;
-  SI_RETURN_IF_ERROR(find(message.table, message.rows, message.values.size(), row).status());
+  SI_RETURN_IF_ERROR(check_rows(*table, message.rows, message.values.size(), row));
   if (!writable(*table)) {
     return Status(ErrorCode::kFailedPrecondition,
                   "rows of " + table->shape.name + " are put before the first step is committed");
@@ -567,8 +533,7 @@ Status RowsAccess::put(const PutRows& message) {
 
 Status RowsAccess::scatter_add(const ScatterAddRows& message) {
   SI_ASSIGN_OR_RETURN(Table * table, find(message.table));
-  SI_RETURN_IF_ERROR(
-      find(message.table, message.rows, message.values.size(), table->record_bytes).status());
+  SI_RETURN_IF_ERROR(check_rows(*table, message.rows, message.values.size(), table->record_bytes));
   if (table->shape.kind != RowTableKind::kScratch) {
     return Status(ErrorCode::kFailedPrecondition, "rows are added to in scratch tables only, and " +
                                                       table->shape.name + " is another");
@@ -604,7 +569,7 @@ Status RowsAccess::read_records(const ReadRecords& message) {
           const auto record =
               message.records.subspan((first + i) * table->record_bytes, table->record_bytes);
           begin_record(*table, rows[i], stored, record);
-          bring_up(*table, table->steps.size(), record);
+          bring_up(table->steps, record);
         }));
   }
   return Status();

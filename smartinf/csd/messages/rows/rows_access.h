@@ -8,7 +8,6 @@
 #include <deque>
 #include <memory>
 #include <mutex>
-#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
@@ -52,25 +51,19 @@ class RowsAccess final : public BesideAccess {
     uint64_t rows = 0;  // here
     std::unique_ptr<RowCache> cache;
     std::vector<uint32_t> updated;  // in this step
-    /// Of a table that catches up: the scalars of every step, by the number that the rule has for
-    /// it; how many of them are committed; and the table of the file that keeps them.
-    std::vector<std::optional<kernels::RowScalars>> steps;
+    /// Of a table that catches up: the scalars of every step that updated it, in order; how many of
+    /// them are committed; and the table of the file that keeps them.
+    std::vector<kernels::RowScalars> steps;
     uint64_t committed_steps = 0;
     uint32_t steps_table = 0;
   };
-  /// Rows of a message that the file has to be asked for.
-  struct Missing {
-    std::vector<uint32_t> rows;
-    std::vector<size_t> at;  // position in the message
-  };
-
   void run();
   base::Status carry_out(const Command& command);
   base::Status open(const OpenTables& message);
   base::Status read_steps();
   base::Result<Table*> find(uint32_t table);
-  base::Result<Table*> find(uint32_t table, std::span<const std::byte> rows, size_t values_bytes,
-                            size_t value_bytes);
+  static base::Status check_rows(const Table& table, std::span<const std::byte> rows,
+                                 size_t values_bytes, uint64_t row_bytes);
   base::Status gather(const GatherRows& message);
   base::Status prefetch(const PrefetchRows& message);
   base::Status update(const UpdateRows& message);
@@ -78,18 +71,18 @@ class RowsAccess final : public BesideAccess {
   base::Status scatter_add(const ScatterAddRows& message);
   base::Status read_records(const ReadRecords& message);
 
-  /// Hands every row's record as the last update has left it to visit(position in rows, record), in
-  /// any order; those that are not cached are read, and cached unless there is no room.
+  /// Hands every row's record as the last of `steps` has left it to visit(position in rows,
+  /// record), in any order; those that are not cached are read, and cached unless there is no room.
   template <typename Visit>
-  base::Status for_each_record(Table& table, std::span<const uint32_t> rows, bool keep,
+  base::Status for_each_record(Table& table, std::span<const uint32_t> rows,
+                               std::span<const kernels::RowScalars> steps, bool keep,
                                const Visit& visit);
   void begin_record(const Table& table, uint32_t row, std::span<const std::byte> stored,
                     std::span<std::byte> record) const;
-  static void bring_up(const Table& table, uint64_t end, std::span<std::byte> record);
+  static void bring_up(std::span<const kernels::RowScalars> steps, std::span<std::byte> record);
   bool writable(const Table& table) const;
   std::unique_lock<std::mutex> between_messages();
-  void pass_host_link(const Command& command, LinkDirection direction, base::TrafficKind kind,
-                      uint64_t bytes);
+  void pass_host_link(LinkDirection direction, base::TrafficKind kind, uint64_t bytes);
 
   DeviceParts& parts_;
   base::TrafficCounter traffic_;

@@ -99,8 +99,8 @@ void update_record(const RowScalars& scalars, std::span<const float> gradient,
 /// Brings a record of AdamW to the last of the steps that it missed, the bits being those of as
 /// many updates with a gradient of zeros. missed: their scalars, in order; every step behind the
 /// record's that updated the table. Of a row that was never updated, nothing changes but its step.
-/// A row's weights come to rest after about 1000 steps (beta1 0.9); from there on a step costs
-/// half.
+/// A row's weights come to rest after about 1000 steps (beta1 0.9); from there on a step is a
+/// product for each variance.
 void catch_up(std::span<const RowScalars> missed, std::span<std::byte> record);
 
 /// What sums of rows start from. Unlike 0, it leaves -0 as it is.

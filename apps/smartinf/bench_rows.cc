@@ -348,12 +348,15 @@ base::Status bench_rows(const RowsOptions& options) {
   plan::ParameterSpace space;
   SI_RETURN_IF_ERROR(space.add("dense", {options.devices.size(), base::kBlockElements}, 0));
   engine.subgroup_elements = base::kBlockElements;
-  SI_ASSIGN_OR_RETURN(auto updater, engine::Updater::open(engine, space));
-  const bool fresh = updater->fresh();
-  if (!fresh) {
-    return {base::ErrorCode::kAlreadyExists, "--device holds a state already",
-            "Name a directory that is empty or not there."};
+  for (const auto& source : engine::local_sources(engine)) {
+    SI_ASSIGN_OR_RETURN(const auto state, source->peek());
+    if (!state || !state->initialized) continue;
+    return {base::ErrorCode::kAlreadyExists,
+            "--device " + source->name() + " holds a state already",
+            "Name a directory that is empty or not there, or delete it, if it is of a run of this "
+            "command that was interrupted."};
   }
+  SI_ASSIGN_OR_RETURN(auto updater, engine::Updater::open(engine, space));
   const base::Result<Measured> measured = [&]() -> base::Result<Measured> {
     SI_RETURN_IF_ERROR(fill(*updater->tables(), options));
     SI_RETURN_IF_ERROR(updater->initialize(

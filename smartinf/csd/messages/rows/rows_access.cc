@@ -1,12 +1,12 @@
 #include "smartinf/csd/messages/rows/rows_access.h"
 
 #include <algorithm>
-#include <bit>
 #include <chrono>
 #include <cstring>
 #include <numeric>
 #include <utility>
 
+#include <fmt/format.h>
 #include <pthread.h>
 
 #include "smartinf/base/clock.h"
@@ -40,26 +40,23 @@ uint64_t step_of(const kernels::RowScalars& scalars) { return scalars.step.step;
 
 std::string steps_name(const TableShape& table) { return table.name + " (steps)"; }
 
-/// Text by which the tables that lie on a drive are compared with those that are asked for.
 std::string text_of(const TableShape& table) {
-  std::string text = table.name + ": " + std::to_string(table.rows) + " rows of " +
-                     std::to_string(table.dim) + ", " + std::string(base::enum_name(table.kind));
-  if (table.kind == RowTableKind::kState) {
-    text += ", " + std::string(kernels::row_rule_name(table.rule));
-  }
-  return text;
+  std::string text = fmt::format("{}: {} rows of {}, {}", table.name, table.rows, table.dim,
+                                 base::enum_name(table.kind));
+  if (table.kind != RowTableKind::kState) return text;
+  text += fmt::format(", {}", kernels::row_rule_name(table.rule));
+  if (table.start.deviation == 0) return text;
+  return text + fmt::format(", random with deviation {} and seed {}", table.start.deviation,
+                            table.start.seed);
 }
 
-/// What decides which row lies where and what rows that were never put are.
+/// Text by which tables that lie on a drive are compared with those that are asked for: all that
+/// decides which row lies where, and what rows are that were never put.
 std::string description_of(const OpenTables& message) {
-  std::string text = "pattern ";
-  for (const uint8_t device : message.pattern) text += std::to_string(device) + " ";
-  for (const TableShape& table : message.tables) {
-    text += '\n';
-    text += text_of(table);
-    text += ", start " + std::to_string(std::bit_cast<uint64_t>(table.start.deviation)) + " " +
-            std::to_string(table.start.seed);
-  }
+  std::string text;
+  for (const TableShape& table : message.tables) text += text_of(table) + "; ";
+  text += "chunks of rows on devices";
+  for (const uint8_t device : message.pattern) text += fmt::format(" {}", device);
   return text;
 }
 
@@ -292,8 +289,9 @@ Status RowsAccess::open(const OpenTables& message) {
     const storage::RowFileLayout& there = opened->layout();
     if (there.description != layout.description) {
       return Status(ErrorCode::kMismatch,
-                    "the device holds other tables: " + there.description + "; asked for were " +
-                        layout.description,
+                    fmt::format("the device holds other tables ({}) than those that are asked for "
+                                "({})",
+                                there.description, layout.description),
                     "Name the tables as the run was begun with, or start a new run in other "
                     "directories.");
     }

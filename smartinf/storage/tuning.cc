@@ -246,12 +246,11 @@ Status remember_tuning(const std::string& path, const IoTuning& tuning) {
       "cannot remember the drive's tuning");
 }
 
-std::optional<IoTuning> recall_tuning(const std::string& path) {
-  if (is_block_device(path)) return std::nullopt;
-  const auto text = base::read_text_file((std::filesystem::path(path) / kTuningFileName).string(),
-                                         "cannot read", base::kMiB);
-  if (!text.ok()) return std::nullopt;
-  std::istringstream file(*text);
+namespace {
+
+/// Nothing where the text is not a whole tuning.
+std::optional<IoTuning> parse_tuning(const std::string& text) {
+  std::istringstream file(text);
   IoTuning tuning;
   int found = 0;
   for (std::string line; std::getline(file, line);) {
@@ -280,6 +279,26 @@ std::optional<IoTuning> recall_tuning(const std::string& path) {
     return std::nullopt;
   }
   return tuning;
+}
+
+}  // namespace
+
+std::optional<IoTuning> recall_tuning(const std::string& path) {
+  if (is_block_device(path)) return std::nullopt;
+  std::error_code error;
+  std::filesystem::path folder = std::filesystem::absolute(path, error).lexically_normal();
+  std::optional<dev_t> drive;
+  for (;; folder = folder.parent_path()) {
+    struct stat found {};
+    if (stat(folder.c_str(), &found) == 0) {
+      if (drive.value_or(found.st_dev) != found.st_dev) return std::nullopt;
+      drive = found.st_dev;
+      const auto text = base::read_text_file((folder / kTuningFileName).string(), "cannot read",
+                                             base::kMiB);
+      if (text.ok()) return parse_tuning(*text);
+    }
+    if (!folder.has_relative_path()) return std::nullopt;
+  }
 }
 
 Result<DriveLimit> drive_limit(const std::string& path, const StoreOptions& options,

@@ -40,7 +40,8 @@ base::Result<IoTuning> measure_io(const std::string& path, const MeasureOptions&
 
 /// Keeps a tuning beside the state, in PATH/smartinf.tuning. Nothing is kept for a block device.
 base::Status remember_tuning(const std::string& path, const IoTuning& tuning);
-/// The tuning that was remembered; nothing when there is none or it cannot be read.
+/// The tuning that was remembered beside the state or, where none lies there, in the nearest folder
+/// above it on the same file system; nothing when there is none or it cannot be read.
 std::optional<IoTuning> recall_tuning(const std::string& path);
 
 struct DriveLimit {

@@ -65,6 +65,13 @@ TEST(Tuning, IsRememberedAndDistrusted) {
   EXPECT_EQ(found->io_bytes, 2u << 20);
   EXPECT_EQ(found->io_depth, 16u);
   EXPECT_EQ(found->write_bytes_per_second, 1e9);
+  // One file serves what is made below it, whether it is there yet or not; the nearest counts.
+  const auto below = scratch.path() / "runs" / "state";
+  EXPECT_EQ(recall_tuning(below.string()).value_or(IoTuning{}).io_depth, 16u);
+  std::filesystem::create_directories(below);
+  ASSERT_TRUE(remember_tuning(below.parent_path().string(), IoTuning{2 << 20, 32, 1, 1}).ok());
+  EXPECT_EQ(recall_tuning(below.string()).value_or(IoTuning{}).io_depth, 32u);
+  EXPECT_FALSE(recall_tuning("/proc/self").has_value());
   ASSERT_TRUE(remember_tuning(path, IoTuning{1000, 16, 0, 0}).ok());
   EXPECT_FALSE(recall_tuning(path).has_value());
   MeasureOptions quick;

@@ -293,8 +293,8 @@ std::optional<IoTuning> recall_tuning(const std::string& path) {
     if (stat(folder.c_str(), &found) == 0) {
       if (drive.value_or(found.st_dev) != found.st_dev) return std::nullopt;
       drive = found.st_dev;
-      const auto text = base::read_text_file((folder / kTuningFileName).string(), "cannot read",
-                                             base::kMiB);
+      const auto text =
+          base::read_text_file((folder / kTuningFileName).string(), "cannot read", base::kMiB);
       if (text.ok()) return parse_tuning(*text);
     }
     if (!folder.has_relative_path()) return std::nullopt;

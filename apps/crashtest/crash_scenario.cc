@@ -2,11 +2,14 @@
 
 #include <algorithm>
 #include <cstring>
+#include <numeric>
+#include <utility>
 
 #include <fmt/format.h>
 
 #include "smartinf/base/checksum.h"
 #include "smartinf/base/units.h"
+#include "smartinf/storage/row_commit.h"
 
 namespace smartinf::crash {
 namespace {
@@ -24,6 +27,10 @@ constexpr uint32_t kAllSubgroups = (1u << kSubgroups) - 1;
 constexpr uint32_t kPlanes = 4;
 constexpr uint32_t kResidualPlane = 3;
 constexpr uint32_t kRingDepth = 24;
+constexpr uint32_t kRecordBytes = 600;
+constexpr uint64_t kLogPages = 30;  // of some steps of 40 rows: merges are needed
+constexpr std::chrono::seconds kPatience{10};
+constexpr StepNumber kGarbage = 1'000'000;  // in the place of a version
 
 std::string client_metadata_of(StepNumber step) { return fmt::format("step {}", step); }
 
@@ -80,6 +87,22 @@ Scenario::Scenario(const ScenarioOptions& options) : options_(options) {
     SI_CHECK(geometry.ok(), "the scenario's layout is impossible");
     disks_.emplace_back(geometry->container_bytes());
   }
+  for (uint32_t device = 0; options.rows > 0 && device < options.devices; ++device) {
+    const storage::RowFileLayout rows = row_layout(device);
+    const Status usable = storage::RowFile::check(rows);
+    SI_CHECK(usable.ok(), usable.to_string());
+    disks_.emplace_back(storage::RowFile::file_bytes(rows));
+  }
+}
+
+storage::RowFileLayout Scenario::row_layout(uint32_t device) const {
+  storage::RowFileLayout layout;
+  layout.run = run_;
+  layout.device_index = device;
+  layout.device_count = options_.devices;
+  layout.log_bytes = kLogPages * base::kPageBytes * base::divide_up(options_.rows, 40);
+  layout.tables = {{"rows", storage::RowTableKind::kState, kRecordBytes, options_.rows}};
+  return layout;
 }
 
 storage::StoreLayout Scenario::layout(uint32_t device) const {
@@ -102,8 +125,23 @@ storage::Container Scenario::container(uint32_t device) {
   const uint64_t seed = base::mix_seed(options_.seed, ++rings_made_);
   return storage::memory_container(
       fmt::format("disk {}", device), disks_[device],
-      make_flawed_ring(storage::make_memory_ring(disks_[device], power_, kRingDepth, seed),
-                       options_.flaw));
+      make_flawed_ring(
+          storage::make_memory_ring(disks_[device], power_, kRingDepth, seed),
+          options_.flaw == CommitFlaw::kRowsNoSync ? CommitFlaw::kNone : options_.flaw));
+}
+
+storage::CachePlace Scenario::row_place(uint32_t device) {
+  const CommitFlaw flaw = options_.flaw == CommitFlaw::kSuperblockFirst ? CommitFlaw::kNone
+                          : options_.flaw == CommitFlaw::kRowsNoSync    ? CommitFlaw::kNoSync
+                                                                        : options_.flaw;
+  storage::MemoryDisk& disk = disks_[options_.devices + device];
+  const uint64_t seed = base::mix_seed(options_.seed, ++rings_made_);
+  storage::CachePlace place;
+  place.path = fmt::format("rows {}", device);
+  place.direct = true;
+  place.size_bytes = disk.contents().size();
+  place.ring = make_flawed_ring(storage::make_memory_ring(disk, power_, kRingDepth, seed), flaw);
+  return place;
 }
 
 /// The toy update folded up: what an element is after `step`.
@@ -138,6 +176,10 @@ Status Scenario::create() {
   for (uint32_t device = 0; device < options_.devices; ++device) {
     SI_ASSIGN_OR_RETURN(devices_[device].store,
                         BlockStore::create(container(device), layout(device), options));
+    if (options_.rows == 0) continue;
+    SI_ASSIGN_OR_RETURN(
+        devices_[device].rows,
+        storage::RowFile::create(row_place(device), row_layout(device), kPatience, traffic_));
   }
   return Status();
 }
@@ -265,10 +307,69 @@ Status Scenario::write_step(uint32_t device, StepNumber step, uint32_t subgroups
   return Status();
 }
 
+/// In creation every other row gets its first record.
+bool Scenario::touched(uint32_t device, uint32_t row, StepNumber step) const {
+  if (step == 0) return row % 2 == 0;
+  return base::mix_seed(base::mix_seed(options_.seed, 5000 + device), step * 4096 + row) % 2 == 0;
+}
+
+std::vector<std::byte> Scenario::record(uint32_t device, uint32_t row, StepNumber version) const {
+  std::vector<std::byte> bytes(kRecordBytes);
+  for (size_t at = 0; at + sizeof(uint32_t) <= bytes.size(); at += sizeof(uint32_t)) {
+    const auto word = static_cast<uint32_t>(
+        base::mix_seed(base::mix_seed(options_.seed, device * 65536 + row), version * 1024 + at));
+    std::memcpy(bytes.data() + at, &word, sizeof word);
+  }
+  const auto updated = static_cast<uint32_t>(version);
+  std::memcpy(bytes.data() + bytes.size() - sizeof updated, &updated, sizeof updated);
+  return bytes;
+}
+
+/// May come several times in a step.
+Status Scenario::write_rows(uint32_t device, StepNumber step, Contents contents) {
+  storage::RowFile* const file = devices_[device].rows.get();
+  if (file == nullptr) return Status();
+  std::vector<uint32_t> rows;
+  std::vector<std::byte> records;
+  for (uint32_t row = 0; row < options_.rows; ++row) {
+    if (!touched(device, row, step)) continue;
+    rows.push_back(row);
+    const auto one = record(device, row, contents == Contents::kOfStep ? step : kGarbage);
+    records.insert(records.end(), one.begin(), one.end());
+  }
+  bool& appending = devices_[device].appending;
+  if (!appending) {
+    doing("merge of rows");
+    while (file->must_merge(2 * rows.size())) SI_RETURN_IF_ERROR(file->merge_some());
+    doing("rows");
+    file->begin_step(step);
+    appending = true;
+  }
+  return step == 0 ? file->put(0, rows, records) : file->append(0, rows, records);
+}
+
 Status Scenario::abort_everywhere(StepNumber step) {
   doing("abort");
-  for (Device& device : devices_) SI_RETURN_IF_ERROR(device.store->abort(step));
+  for (Device& device : devices_) {
+    SI_RETURN_IF_ERROR(device.store->abort(step));
+    if (std::exchange(device.appending, false)) SI_RETURN_IF_ERROR(device.rows->abort(step));
+  }
   return Status();
+}
+
+Status Scenario::prepare(Device& device, StepNumber step, const std::string& metadata) {
+  std::string record;
+  if (device.rows != nullptr) {
+    SI_ASSIGN_OR_RETURN(record, device.rows->prepare(step));
+  }
+  return device.store->prepare(step, storage::join_row_commit(metadata, record));
+}
+
+Status Scenario::commit(uint32_t device, StepNumber step) {
+  SI_RETURN_IF_ERROR(devices_[device].store->commit(step));
+  devices_[device].appending = false;
+  if (devices_[device].rows == nullptr) return Status();
+  return devices_[device].rows->commit(step);
 }
 
 /// Perhaps a part of the step is written before it is known whether the guess is right: then comes
@@ -278,6 +379,7 @@ Status Scenario::write_everywhere(StepNumber step) {
     doing(moment);
     for (uint32_t device = 0; device < options_.devices; ++device) {
       SI_RETURN_IF_ERROR(write_step(device, step, subgroups(device), contents));
+      SI_RETURN_IF_ERROR(write_rows(device, step, contents));
     }
     return Status();
   };
@@ -308,22 +410,25 @@ Status Scenario::make_step(StepNumber step) {
     doing("write that is aborted");
     for (uint32_t device = 0; device < options_.devices; ++device) {
       SI_RETURN_IF_ERROR(write_step(device, step, kAllSubgroups, Contents::kAborted));
+      SI_RETURN_IF_ERROR(write_rows(device, step, Contents::kAborted));
     }
     const uint32_t prepared = abort == Abort::kPrepared         ? options_.devices
                               : abort == Abort::kPartlyPrepared ? 1
                                                                 : 0;
     for (uint32_t device = 0; device < prepared; ++device) {
-      SI_RETURN_IF_ERROR(devices_[device].store->prepare(step, "aborted"));
+      SI_RETURN_IF_ERROR(prepare(devices_[device], step, "aborted"));
     }
     SI_RETURN_IF_ERROR(abort_everywhere(step));
   }
   SI_RETURN_IF_ERROR(write_everywhere(step));
   doing("prepare");
   for (Device& device : devices_) {
-    SI_RETURN_IF_ERROR(device.store->prepare(step, client_metadata_of(step)));
+    SI_RETURN_IF_ERROR(prepare(device, step, client_metadata_of(step)));
   }
   doing("commit");
-  for (Device& device : devices_) SI_RETURN_IF_ERROR(device.store->commit(step));
+  for (uint32_t device = 0; device < options_.devices; ++device) {
+    SI_RETURN_IF_ERROR(commit(device, step));
+  }
   // commit() says ok without power too: it is decided.
   acknowledged_ = step;
   return Status();
@@ -341,13 +446,13 @@ void Scenario::run(uint64_t cut_events) {
   if (cut_events != ~uint64_t{0}) power_.cut_after(cut_events);
   const Status status = all_steps();
   SI_CHECK(status.ok() || !power_.on(), status.to_string());
-  for (Device& device : devices_) device.store.reset();
+  for (Device& device : devices_) device.close();
 }
 
 void Scenario::settle(storage::CutFate fate, uint64_t seed) {
   for (Device& device : devices_) device.in_memory.clear();
-  for (uint32_t device = 0; device < options_.devices; ++device) {
-    disks_[device].settle(fate, base::mix_seed(seed, device));
+  for (uint32_t disk = 0; disk < disks_.size(); ++disk) {
+    disks_[disk].settle(fate, base::mix_seed(seed, disk));
   }
   power_.restore();
 }
@@ -358,22 +463,37 @@ Result<StepNumber> Scenario::recover() {
   for (const Device& device : devices_) states.push_back(device.store->state());
   SI_ASSIGN_OR_RETURN(const StepNumber step, storage::recovery_step(states));
   for (Device& device : devices_) SI_RETURN_IF_ERROR(device.store->recover_to(step));
+  const CommitFlaw flaw = std::exchange(options_.flaw, CommitFlaw::kNone);
+  Status status;
+  for (uint32_t device = 0; device < options_.devices && options_.rows > 0 && status.ok();
+       ++device) {
+    auto opened = storage::RowFile::open(
+        row_place(device), run_,
+        storage::split_row_commit(devices_[device].store->client_metadata()).record, kPatience,
+        traffic_);
+    status = opened.status();
+    if (opened.ok()) devices_[device].rows = std::move(*opened);
+  }
+  options_.flaw = flaw;
+  SI_RETURN_IF_ERROR(status);
   return step;
 }
 
 void Scenario::recover_and_cut(uint64_t cut_events) {
   power_.cut_after(cut_events);
   (void)recover();
-  for (Device& device : devices_) device.store.reset();
+  for (Device& device : devices_) device.close();
 }
 
 std::string Scenario::compare(StepNumber step) {
   for (uint32_t device = 0; device < options_.devices; ++device) {
     BlockStore& store = *devices_[device].store;
-    if (store.client_metadata() != client_metadata_of(step)) {
-      return fmt::format("device {} has the client metadata \"{}\" at step {}", device,
-                         store.client_metadata(), step);
+    const std::string metadata = storage::split_row_commit(store.client_metadata()).client_metadata;
+    if (metadata != client_metadata_of(step)) {
+      return fmt::format("device {} has the client metadata \"{}\" at step {}", device, metadata,
+                         step);
     }
+    if (std::string wrong = compare_rows(device, step); !wrong.empty()) return wrong;
     for (uint32_t subgroup = 0; subgroup < kSubgroups; ++subgroup) {
       const storage::StoredSubgroup& stored = store.layout().subgroups[subgroup];
       const auto buffer = base::AlignedBuffer::allocate(store.extent_bytes(stored.id));
@@ -396,13 +516,30 @@ std::string Scenario::compare(StepNumber step) {
   return {};
 }
 
+std::string Scenario::compare_rows(uint32_t device, StepNumber step) {
+  if (devices_[device].rows == nullptr) return {};
+  std::vector<uint32_t> rows(options_.rows);
+  std::iota(rows.begin(), rows.end(), 0u);
+  std::string wrong;
+  const Status status =
+      devices_[device].rows->read(0, rows, [&](size_t i, std::span<const std::byte> found) {
+        std::vector<std::byte> right;
+        for (StepNumber made = 0; made <= step; ++made) {
+          if (touched(device, rows[i], made)) right = record(device, rows[i], made);
+        }
+        if (std::ranges::equal(found, right)) return;
+        wrong = fmt::format("device {}, row {} differs at step {}", device, rows[i], step);
+      });
+  return status.ok() ? wrong : status.to_string();
+}
+
 std::string Scenario::recover_and_judge() {
   const Result<StepNumber> step = recover();
   if (!step.ok()) {
     const bool start_over = !acknowledged_.has_value();
     if (!start_over) return "no recovery: " + step.status().to_string();
     // Nothing was promised yet: a new creation must work on what is left.
-    for (Device& device : devices_) device.store.reset();
+    for (Device& device : devices_) device.close();
     const CommitFlaw flaw = options_.flaw;
     options_.flaw = CommitFlaw::kNone;
     Status status = create();
@@ -424,7 +561,9 @@ std::string Scenario::recover_and_judge() {
   std::string wrong;
   bool aborted = true;
   for (const Device& device : devices_)
-    aborted = aborted && device.store->client_metadata() == "aborted";
+    aborted =
+        aborted &&
+        storage::split_row_commit(device.store->client_metadata()).client_metadata == "aborted";
   if (!aborted) wrong = compare(*step);
   if (aborted && (*step <= acknowledged_.value_or(0))) {
     wrong = fmt::format("step {} was aborted and has returned", *step);
@@ -433,17 +572,16 @@ std::string Scenario::recover_and_judge() {
     const Status written = write_everywhere(*step + 1);
     if (!written.ok()) wrong = "cannot go on: " + written.to_string();
     for (Device& device : devices_) {
-      const Status status = wrong.empty()
-                                ? device.store->prepare(*step + 1, client_metadata_of(*step + 1))
-                                : Status();
+      const Status status =
+          wrong.empty() ? prepare(device, *step + 1, client_metadata_of(*step + 1)) : Status();
       if (!status.ok()) wrong = "cannot go on: " + status.to_string();
     }
-    for (Device& device : devices_) {
-      if (wrong.empty() && !device.store->commit(*step + 1).ok()) wrong = "cannot commit";
+    for (uint32_t device = 0; device < options_.devices; ++device) {
+      if (wrong.empty() && !commit(device, *step + 1).ok()) wrong = "cannot commit";
     }
     if (wrong.empty()) wrong = compare(*step + 1);
   }
-  for (Device& device : devices_) device.store.reset();
+  for (Device& device : devices_) device.close();
   return wrong;
 }
 

@@ -13,8 +13,10 @@
 #include "smartinf/base/aligned_buffer.h"
 #include "smartinf/base/ids.h"
 #include "smartinf/base/status.h"
+#include "smartinf/base/traffic.h"
 #include "smartinf/storage/block_store.h"
 #include "smartinf/storage/memory_ring.h"
+#include "smartinf/storage/row_file.h"
 
 #include "apps/crashtest/flawed_ring.h"
 
@@ -25,6 +27,7 @@ struct ScenarioOptions {
   uint32_t steps = 4;
   base::StateFormat format;
   uint64_t elements = 1500;  // of each device's larger subgroup
+  uint32_t rows = 40;        // of each device's table; 0: no tables
   /// Seed of the order of completions, of what a cut leaves, of which subgroups stay in memory, and
   /// of what is guessed.
   uint64_t seed = 1;
@@ -35,7 +38,9 @@ struct ScenarioOptions {
 /// step. The update is a toy with the shape of the real one: read (or have it in memory, as with a
 /// state cache), verify, change, seal, write. As with optimizer.overlap = "early", some steps are
 /// written in part by a guess (docs/decisions/early-updates.md): it is right, or wrong and
-/// everything is written a second time in the step, or the step is aborted.
+/// everything is written a second time in the step, or the step is aborted. A device has a table of
+/// rows, too, of which a step writes some into a log that is merged now and then; its commits are
+/// those of the blocks.
 class Scenario {
  public:
   explicit Scenario(const ScenarioOptions& options);
@@ -70,10 +75,19 @@ class Scenario {
   struct Device {
     std::unique_ptr<storage::BlockStore> store;
     std::map<uint32_t, InMemory> in_memory;  // by subgroup; goes when the power does
+    std::unique_ptr<storage::RowFile> rows;
+    bool appending = false;  // rows of a step
+    void close() {
+      store.reset();
+      rows.reset();
+      appending = false;
+    }
   };
   bool stays_in_memory(uint32_t device, uint32_t subgroup) const;
   storage::Container container(uint32_t device);
+  storage::CachePlace row_place(uint32_t device);
   storage::StoreLayout layout(uint32_t device) const;
+  storage::RowFileLayout row_layout(uint32_t device) const;
   uint32_t word(uint32_t device, uint32_t subgroup, uint32_t plane, uint64_t index,
                 base::StepNumber step) const;
   base::Status create();
@@ -84,13 +98,19 @@ class Scenario {
   /// subgroups: one bit each.
   base::Status write_step(uint32_t device, base::StepNumber step, uint32_t subgroups,
                           Contents contents);
+  bool touched(uint32_t device, uint32_t row, base::StepNumber step) const;
+  std::vector<std::byte> record(uint32_t device, uint32_t row, base::StepNumber version) const;
+  base::Status write_rows(uint32_t device, base::StepNumber step, Contents contents);
   base::Status write_everywhere(base::StepNumber step);
   base::Status abort_everywhere(base::StepNumber step);
+  base::Status prepare(Device& device, base::StepNumber step, const std::string& metadata);
+  base::Status commit(uint32_t device, base::StepNumber step);
   base::Status make_step(base::StepNumber step);
   base::Status all_steps();
   base::Status read(uint32_t device, base::SubgroupId id, std::span<std::byte> buffer);
   base::Status verify(uint32_t device, uint32_t subgroup, std::span<const std::byte> buffer);
   std::string compare(base::StepNumber step);
+  std::string compare_rows(uint32_t device, base::StepNumber step);
   void doing(std::string_view moment) {
     if (power_.on()) moment_ = moment;
   }
@@ -98,7 +118,8 @@ class Scenario {
   ScenarioOptions options_;
   storage::RunId run_;
   storage::PowerSupply power_;
-  std::vector<storage::MemoryDisk> disks_;
+  std::vector<storage::MemoryDisk> disks_;  // the devices' own, then those of their rows
+  base::TrafficCounter traffic_;
   std::vector<Device> devices_;
   uint64_t rings_made_ = 0;
   std::string_view moment_ = "creation";

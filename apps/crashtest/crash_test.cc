@@ -18,17 +18,18 @@ ScenarioOptions small(CommitFlaw flaw = CommitFlaw::kNone) {
   options.devices = 2;
   options.steps = 4;  // one of each way to abort a step, a resting subgroup, both table places
   options.elements = 1100;
+  options.rows = flaw == CommitFlaw::kRowsNoSync ? 40 : 0;
   options.flaw = flaw;
   return options;
 }
 
 /// Cuts at every event and with every fate, until something is lost; says what. moments: what the
-/// run was doing then.
-std::string first_loss_at_any_point(const ScenarioOptions& options,
-                                    std::set<std::string>& moments) {
+/// run was doing then. every: of how many events one is cut at.
+std::string first_loss_at_any_point(const ScenarioOptions& options, std::set<std::string>& moments,
+                                    uint64_t every = 1) {
   Scenario whole(options);
   whole.run();
-  for (uint64_t cut = 0; cut <= whole.events(); ++cut) {
+  for (uint64_t cut = 0; cut <= whole.events(); cut += every) {
     Scenario scenario(options);
     scenario.run(cut);
     moments.insert(std::string(scenario.moment()));
@@ -56,8 +57,17 @@ TEST(Crash, NothingIsLostAtAnyPoint) {
                                             "guess that is aborted", "abort", "prepare", "commit"));
 }
 
+TEST(Crash, RowsAndBlocksAreOfOneStep) {
+  ScenarioOptions options = small();
+  options.rows = 40;
+  std::set<std::string> moments;
+  EXPECT_EQ(first_loss_at_any_point(options, moments, 3), "");
+  EXPECT_THAT(moments, ::testing::IsSupersetOf({"rows", "merge of rows"}));
+}
+
 TEST(Crash, NothingIsLostWhenRecoveryIsCutToo) {
-  const ScenarioOptions options = small();
+  ScenarioOptions options = small();
+  options.rows = 40;
   Scenario whole(options);
   whole.run();
   for (uint64_t cut = 0; cut <= whole.events(); cut += 11) {
@@ -79,6 +89,7 @@ TEST(Crash, BrokenCommitsAreFound) {
   std::set<std::string> moments;
   EXPECT_NE(first_loss_at_any_point(small(CommitFlaw::kNoSync), moments), "");
   EXPECT_NE(first_loss_at_any_point(small(CommitFlaw::kSuperblockFirst), moments), "");
+  EXPECT_NE(first_loss_at_any_point(small(CommitFlaw::kRowsNoSync), moments), "");
 }
 
 }  // namespace

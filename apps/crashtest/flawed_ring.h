@@ -12,6 +12,7 @@ enum class CommitFlaw {
   kNone,
   kNoSync,           // syncs are reported as done and not carried out
   kSuperblockFirst,  // planes and tables reach the drive after the superblock that speaks of them
+  kRowsNoSync,       // kNoSync for the rows of tables alone
 };
 
 std::unique_ptr<storage::Ring> make_flawed_ring(std::unique_ptr<storage::Ring> inner,

@@ -18,7 +18,8 @@ int main(int argc, char** argv) {
   CLI::App app(
       "Cuts the power of simulated devices at random points of a run, some of them again during "
       "recovery, and checks that recovery finds exactly a committed step. Of the steps some are "
-      "aborted and made again, some of the state stays in memory, and some steps are updated in "
+      "aborted and made again, some of the state stays in memory, rows of a table are written to a "
+      "log and merged, and some steps are updated in "
       "part by a guess, as with optimizer.overlap = \"early\": it is right, or wrong and written "
       "over, or aborted. The last lines say how many cuts fell into what.\n"
       "Example: smartinf-crashtest --seed 7 --points 1000",
@@ -35,11 +36,16 @@ int main(int argc, char** argv) {
   app.add_option("--elements", options.elements, "Elements of the larger subgroup of a device")
       ->capture_default_str()
       ->check(CLI::Range(1, 1 << 24));
+  app.add_option("--rows", options.rows, "Rows of a device's table; 0: no table")
+      ->capture_default_str()
+      ->check(CLI::Range(0, 1000));
   const std::map<std::string, CommitFlaw> flaws{{"none", CommitFlaw::kNone},
                                                 {"no-sync", CommitFlaw::kNoSync},
-                                                {"superblock-first", CommitFlaw::kSuperblockFirst}};
+                                                {"superblock-first", CommitFlaw::kSuperblockFirst},
+                                                {"rows-no-sync", CommitFlaw::kRowsNoSync}};
   app.add_option("--flaw", options.flaw,
-                 "A commit that is wrong on purpose (no-sync, superblock-first): must lose steps")
+                 "A commit that is wrong on purpose (no-sync, superblock-first, rows-no-sync): "
+                 "must lose steps")
       ->transform(CLI::CheckedTransformer(flaws));
   try {
     app.parse(argc, argv);

@@ -154,10 +154,10 @@ def test_between_devices_gradients_and_weights_have_the_same_bits(run, world, tm
 def test_a_rank_that_hangs_is_named_when_the_groups_timeout_has_passed(run, point, two, tmp_path):
     """It is stopped between prepare and commit ("agree"): what the other prepared is committed when both are back. Or
     when the step is committed and the other waits for its new weights."""
-    run(2, tmp_path, stop=[point, 2], timeout=4)
+    run(2, tmp_path, stop=[point, 2], timeout=10)
     said = tmp_path / "log0"
-    assert re.search(r"rank 1 \(process \d+ on \S+\) has not answered for 4 s", said.read_text())
-    assert said.stat().st_mtime - (tmp_path / "stopped").stat().st_mtime < 8
+    assert re.search(r"rank 1 \(process \d+ on \S+\) has not answered for 10 s", said.read_text())
+    assert said.stat().st_mtime - (tmp_path / "stopped").stat().st_mtime < 30
     assert_same(run(2, tmp_path), two)
 
 

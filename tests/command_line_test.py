@@ -117,6 +117,11 @@ class WrongUsage(unittest.TestCase):
         self.refused("plan", "llama3-8B", "--generate", "llama3-8B", says="MODEL is given with --generate")
         self.refused("plan", "--generate", "llama3-8B", "--html", "x.html", says="--html is given with --generate")
         self.refused("simulate", "--generate", "llama3-8B", "--trace", "x.json", says="--trace is given")
+        for words, says in ((["--memory", "ddr4-2400"], "ddr4-2400-x8?"), (["--pattern", "row"], "stream"),
+                            (["--pattern", "words", "--banks", "17"], "17 banks, but ddr4-2400-x8 has 16"),
+                            (["--pattern", "words", "--words-per-row", "129"], "128 bursts"),
+                            (["--pattern", "topk", "--share", "0"], "a share of 0"), (["--requests", "0"], "--requests")):
+            self.refused("simulate", "memory", *words, says=says)
         self.refused("simulate", "--generate", "llama3-8B", "--sweep", "sequences=none,4", says="not a number")
         good = run("simulate", "--machine", "workstation-gen4", "--print-machine").stdout
         with tempfile.TemporaryDirectory() as folder:
@@ -163,7 +168,7 @@ class Help(unittest.TestCase):
     def test_types_are_named_plainly_and_examples_are_the_commands_own(self):
         shown = {words: run(*words.split(), "--help").stdout
                  for words in ("bench", "bench step", "bench kernels", "bench attend", "plan",
-                               "simulate", "calibrate", "export", "doctor", "reshard")}
+                               "simulate", "simulate memory", "calibrate", "export", "doctor", "reshard")}
         for command, text in shown.items():
             self.assertNotRegex(text, r"\b(FLOAT|UINT|INT|TEXT):|:\{| in \[\d", command)
             self.assertNotRegex(text, r"\d]? *=", command)
@@ -330,6 +335,30 @@ class Plan(unittest.TestCase):
         for says in ("64 prompts of 32768 tokens", "unfinished blocks", "written", "limit"):
             self.assertIn(says, shown)
         self.assertIn("tokens/s, bound by", run("simulate", "--generate", "llama3-8B").stdout)
+
+    def test_simulated_memory(self):
+        rows = {}
+        for pattern in ("random", "rows", "topk"):
+            done = run("simulate", "memory", "--pattern", pattern, "--requests", "50000", "--check", "--json")
+            rows[pattern] = json.loads(done.stdout)
+        self.assertAlmostEqual(rows["random"]["between_refreshes_bytes_per_s"] / 11.8e9, 1, delta=0.03)
+        self.assertNotIn("gain", rows["random"])
+        self.assertGreater(rows["topk"]["gain"], 2.5)
+        self.assertGreater(rows["topk"]["in_bank_used_share"], 2.5 * rows["topk"]["used_share"])
+        self.assertLess(rows["rows"]["gain"], 0.6)
+        self.assertAlmostEqual(sum(rows["topk"][f"{cause}_share"] for cause in (
+            "data", "bank", "activates", "columns", "turnaround", "refresh", "requests")), 1, delta=1e-9)
+        with tempfile.TemporaryDirectory() as folder:
+            path = pathlib.Path(folder, "memory.toml")
+            text = run("simulate", "memory", "--print-memory").stdout
+            path.write_text(text)
+            again = json.loads(run("simulate", "memory", "--pattern", "topk", "--requests", "50000", "--check",
+                                   "--json", "--memory", path).stdout)
+            self.assertEqual(again, rows["topk"])
+            path.write_text(text.replace("tRAS = 39", "tRAS = 20"))
+            refused = run("simulate", "memory", "--memory", path)
+            self.assertEqual(refused.returncode, 2, refused)
+            self.assertIn("tRAS 20 is less than tRCD + tRTP = 25", refused.stderr)
 
     def test_a_plan_of_generation_has_its_command(self):
         with tempfile.TemporaryDirectory() as folder:

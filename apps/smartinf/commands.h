@@ -60,6 +60,9 @@ void add_bench_kernels(CLI::App& bench, Run& run);
 void add_bench_step(CLI::App& bench, Run& run);
 void add_bench_overlap(CLI::App& bench, Run& run);
 
+/// The subcommand of simulate.
+void add_simulate_memory(CLI::App& simulate, Run& run);
+
 /// Prints a failure to standard error and returns the exit code for it: kExitInterrupted when the
 /// user cancelled, else `code`.
 int report(const base::Status& status, int code = kExitFailed);

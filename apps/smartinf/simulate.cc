@@ -330,7 +330,11 @@ void add_simulate(CLI::App& app, Run& run) {
       "  smartinf simulate --model llama3-8B --machine workstation-gen5 --overlap early\n"
       "  smartinf simulate --model gpt2-4.0B --method su+o --trace step.json\n"
       "  smartinf simulate --generate llama3-8B --context 32768 --sweep devices=1..8");
-  command->callback([flags, &run] { run = [flags] { return run_simulate(*flags); }; });
+  add_simulate_memory(*command, run);
+  command->callback([flags, command, &run] {
+    if (!command->get_subcommands().empty()) return;  // which has set `run`
+    run = [flags] { return run_simulate(*flags); };
+  });
 }
 
 }  // namespace smartinf::apps

@@ -402,6 +402,11 @@ class StorageOptimizer(torch.optim.Optimizer):
     # ---- State in and out.
 
     @property
+    def updates(self) -> int:
+        """Steps that the state has made, those before it was resumed included."""
+        return self._session.lineage.updates
+
+    @property
     def state(self):
         """Empty; asking for a parameter's state raises UsageError, which says what to call instead."""
         if self._session is not None and self._options.mesh is not None:

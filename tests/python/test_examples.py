@@ -64,6 +64,19 @@ def test_release_gradients(tmp_path, example):
 
 
 @pytest.mark.nightly
+def test_co_distillation(tmp_path, example):
+    pytest.importorskip("transformers")
+    first = example("co_distillation.py", tmp_path / "device", tmp_path / "out", 4)
+    later = example("co_distillation.py", tmp_path / "device", tmp_path / "out", 40)
+    assert "step 4 of" not in first and "goes on from step 4" in later
+    losses = [float(line.split()[-1]) for line in later.splitlines() if line.startswith("student")]
+    assert losses[-1] < losses[0]
+    from transformers import AutoModelForCausalLM
+
+    AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "student")
+
+
+@pytest.mark.nightly
 def test_trainer(tmp_path, example):
     pytest.importorskip("transformers")
     pytest.importorskip("accelerate")

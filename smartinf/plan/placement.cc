@@ -151,4 +151,34 @@ base::Result<std::vector<DeviceId>> place(std::span<const Subgroup> subgroups,
   return owner;
 }
 
+base::Result<std::vector<DeviceId>> place_by_stage(std::span<const Subgroup> subgroups,
+                                                   std::span<const DeviceCapacity> devices,
+                                                   std::span<const RankSpan> stages) {
+  std::vector<DeviceId> owner(subgroups.size(), DeviceId{kNobody});
+  for (size_t stage = stages.size(); stage-- > 0;) {
+    const RankSpan& span = stages[stage];
+    std::vector<Subgroup> of_stage;
+    std::vector<size_t> numbers;
+    for (size_t i = 0; i < subgroups.size(); ++i) {
+      const uint64_t first = subgroups[i].first;
+      if (owner[i].value != kNobody || first < span.first || first >= span.end()) continue;
+      of_stage.push_back(subgroups[i]);
+      numbers.push_back(i);
+    }
+    if (of_stage.empty()) continue;
+    std::vector<DeviceCapacity> own;
+    std::vector<uint32_t> own_numbers;
+    for (uint32_t d = 0; d < devices.size(); ++d) {
+      if (!span.has_rank(devices[d].rank)) continue;
+      own.push_back(devices[d]);
+      own_numbers.push_back(d);
+    }
+    SI_ASSIGN_OR_RETURN(const std::vector<DeviceId> placed, place(of_stage, own));
+    for (size_t i = 0; i < numbers.size(); ++i) {
+      owner[numbers[i]] = DeviceId{own_numbers[placed[i].value]};
+    }
+  }
+  return owner;
+}
+
 }  // namespace smartinf::plan

@@ -8,12 +8,14 @@
 #include "smartinf/base/ids.h"
 #include "smartinf/base/status.h"
 #include "smartinf/plan/parameter_space.h"
+#include "smartinf/plan/stages.h"
 
 namespace smartinf::plan {
 
 struct DeviceCapacity {
   double bandwidth = 1;           // relative; measured bytes per second of the step's traffic
   uint64_t elements_max = ~0ull;  // elements that fit on it
+  uint32_t rank = 0;              // that drives it
 };
 
 /// owner[i] is the device of subgroup i. Elements are shared out in proportion to bandwidth; a
@@ -30,5 +32,12 @@ struct DeviceCapacity {
 base::Result<std::vector<base::DeviceId>> place(std::span<const Subgroup> subgroups,
                                                 std::span<const DeviceCapacity> devices,
                                                 std::span<const base::DeviceId> previous = {});
+
+/// place(), where each subgroup goes to the devices of the ranks that compute with its first
+/// element (the last of the spans that have it). Errors also: kInvalidArgument where these have
+/// none.
+base::Result<std::vector<base::DeviceId>> place_by_stage(std::span<const Subgroup> subgroups,
+                                                         std::span<const DeviceCapacity> devices,
+                                                         std::span<const RankSpan> stages);
 
 }  // namespace smartinf::plan

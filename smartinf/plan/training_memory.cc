@@ -139,7 +139,9 @@ Phase peak_of_backward(const TrainingMemoryInput& input) {
   const uint64_t backward = feed_forward_bytes(input);
   const uint64_t inputs = model.layers * value_bytes * model.tokens * model.width;
   const bool ours = input.gpu && input.program == TrainingProgram::kTrain;
-  const uint64_t kept = input.recompute ? inputs : model.layers * saved + (ours ? inputs : 0);
+  const uint64_t of_batch = input.recompute ? inputs : model.layers * saved + (ours ? inputs : 0);
+  const uint64_t others = (input.in_flight - 1) * of_batch + input.messages * input_bytes(input);
+  const uint64_t kept = of_batch + others;
   const uint64_t all = value_bytes * trained_of(model);
   const uint64_t largest = value_bytes * model.largest_parameter;
   const uint64_t head = value_bytes * head_elements(model);
@@ -157,7 +159,7 @@ Phase peak_of_backward(const TrainingMemoryInput& input) {
   const Phase last{kept + again + backward, before + head, 0};
   // ...and the first layer's, with the gradients of all others. Of released ones the largest is
   // left; a tied head's waits for the embedding's, and both are there when they are added.
-  Phase first{saved + backward, all, 0};
+  Phase first{saved + backward + others, all, 0};
   if (released) first.gradients = model.tied ? 2 * largest : largest;
   if (sums_are_gradients) first.gradients = all + largest;
   return std::max({loss, last, first},

@@ -69,6 +69,8 @@ struct TrainingMemoryInput {
   bool recompute = true;                    // activations: only each unit's input is kept
   uint32_t accumulation = 1;                // micro batches of a step
   uint32_t ranks = 1;                       // kTrain: processes that share them
+  uint64_t in_flight = 1;  // kTrain, a stage: micro batches whose activations there are at once...
+  uint64_t messages = 0;   // ...and of other stages' that are on their way, of a unit's input each
   bool sums_by_tree = false;       // kTrain, one process: it adds gradients as several ranks do
   bool release_gradients = false;  // kPython: each gradient leaves once it is complete
   uint64_t optimizer_bytes = 0;    // the engine's buffers and gradients; with

@@ -1,0 +1,29 @@
+#include "smartinf/plan/pipeline_schedule.h"
+
+#include <algorithm>
+
+#include "smartinf/base/check.h"
+
+namespace smartinf::plan {
+
+uint64_t pipeline_in_flight(uint32_t stages, uint32_t stage, uint64_t micro_batches,
+                            uint32_t ahead) {
+  SI_CHECK(stage < stages, "a stage that is none of the pipeline's");
+  return std::min(micro_batches, 1 + uint64_t{stages - 1 - stage} * (1 + ahead));
+}
+
+std::vector<PipelineAction> pipeline_actions(uint32_t stages, uint32_t stage,
+                                             uint64_t micro_batches, uint32_t ahead) {
+  using enum PipelineAction::Kind;
+  const uint64_t in_flight = pipeline_in_flight(stages, stage, micro_batches, ahead);
+  std::vector<PipelineAction> actions;
+  uint64_t back = 0;
+  for (uint64_t i = 0; i < micro_batches; ++i) {
+    actions.push_back({kForward, i});
+    if (i + 1 >= in_flight) actions.push_back({kBackward, back++});
+  }
+  while (back < micro_batches) actions.push_back({kBackward, back++});
+  return actions;
+}
+
+}  // namespace smartinf::plan

@@ -1,0 +1,40 @@
+// The order in which the stages of a pipeline compute a step's micro batches: one forward, one
+// backward (Narayanan et al., SOSP 2019), with so many micro batches under way that messages
+// between stages are hidden. Pure.
+//
+//   stage 0   F0 F1 F2    B0 F3 B1 F4 B2 .. B3 B4
+//   stage 1      F0 B0 F1 B1 F2 B2 F3 B3 F4 B4
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+namespace smartinf::plan {
+
+/// Forward or backward of one stage for one micro batch. Forward awaits the output of the stage
+/// before for that micro batch, and sends its own to the stage behind; backward awaits the gradient
+/// of that, and sends its own to the stage before.
+struct PipelineAction {
+  enum class Kind : uint8_t { kForward, kBackward };
+  Kind kind = Kind::kForward;
+  uint64_t micro_batch = 0;
+
+  friend bool operator==(const PipelineAction&, const PipelineAction&) = default;
+};
+
+/// Micro batches that may be under way beyond the stages behind, for each of these. None: every
+/// exchange is waited for. With two the exchange of a message that takes no longer than forward and
+/// backward of a micro batch is hidden.
+inline constexpr uint32_t kPipelineAheadMax = 2;
+
+/// Micro batches between the begin of their forward and the end of their backward, at most, on a
+/// stage of `stages`, in a step of `micro_batches`.
+uint64_t pipeline_in_flight(uint32_t stages, uint32_t stage, uint64_t micro_batches,
+                            uint32_t ahead);
+
+/// The actions of a stage. Both forwards and backwards come in ascending order of micro batches, so
+/// that sums of gradients have the bits of one process; `ahead` is the same on all stages.
+std::vector<PipelineAction> pipeline_actions(uint32_t stages, uint32_t stage,
+                                             uint64_t micro_batches, uint32_t ahead);
+
+}  // namespace smartinf::plan

@@ -1,0 +1,84 @@
+#include "smartinf/plan/stages.h"
+
+#include <algorithm>
+#include <random>
+
+#include <gtest/gtest.h>
+
+namespace smartinf::plan {
+namespace {
+
+/// The smallest of all divisions of units [first, end).
+double least(uint32_t first, uint32_t end, uint32_t stages,
+             const std::function<double(uint32_t, uint32_t)>& cost) {
+  if (stages == 1) return cost(first, end);
+  double best = 1e300;
+  for (uint32_t middle = first + 1; middle + stages - 1 <= end; ++middle) {
+    best = std::min(best, std::max(cost(first, middle), least(middle, end, stages - 1, cost)));
+  }
+  return best;
+}
+
+TEST(Stages, NoDivisionIsBetterThanTheOneThatIsFound) {
+  std::mt19937 draw(7);
+  for (int round = 0; round < 300; ++round) {
+    const uint32_t units = 1 + draw() % 12;
+    const uint32_t stages = 1 + draw() % std::min(units, 4u);
+    std::vector<double> costs(units);
+    for (double& cost : costs) cost = draw() % 20;
+    const double limit = 5 + draw() % 40;  // a stage above it does not fit
+    const auto cost = [&](uint32_t first, uint32_t end) {
+      double sum = 0;
+      for (uint32_t unit = first; unit < end; ++unit) sum += costs[unit];
+      return sum > limit ? 1e6 + sum : sum;
+    };
+    const std::vector<uint32_t> begins = split_units(units, stages, cost);
+    ASSERT_EQ(begins.size(), stages + 1);
+    EXPECT_EQ(begins.front(), 0u);
+    EXPECT_EQ(begins.back(), units);
+    double most = 0;
+    for (uint32_t stage = 0; stage < stages; ++stage) {
+      ASSERT_LT(begins[stage], begins[stage + 1]) << "every stage has a unit";
+      most = std::max(most, cost(begins[stage], begins[stage + 1]));
+    }
+    EXPECT_DOUBLE_EQ(most, least(0, units, stages, cost));
+  }
+}
+
+TEST(Stages, ALargeHeadTakesTheLayersOfItsStage) {
+  // 12 layers of GPT-2 small with its vocabulary, whose head is as much as 5.4 layers.
+  const std::vector<Unit> units = make_units({38'597'376 + 786'432, 7'087'872, 12, 1536});
+  const StageCosts model{units, 768, 38'597'376, 1024};
+  const auto begins = split_units(14, 2, [&](uint32_t first, uint32_t end) {
+    double sum = 0;
+    for (uint32_t unit = first; unit < end; ++unit) sum += unit_cost(model, unit);
+    return sum;
+  });
+  EXPECT_EQ(begins, (std::vector<uint32_t>{0, 9, 14}));  // 8 layers, and 4 with the head
+}
+
+TEST(Stages, RanksOfAStageAreNextToEachOther) {
+  const Stages stages{{0, 2, 3}, 2};
+  const std::vector<Unit> units{{0, 10, 0, 0}, {10, 20, 0, 1}, {30, 5, 0, 0}};
+  EXPECT_EQ(stages.count(), 2u);
+  EXPECT_EQ(stages.of_rank(1), 0u);
+  EXPECT_EQ(stages.of_rank(2), 1u);
+  EXPECT_EQ(stages.replica(3), 1u);
+  EXPECT_EQ(stages.of_unit(0), 0u);
+  EXPECT_EQ(stages.of_unit(1), 0u);
+  EXPECT_EQ(stages.of_unit(2), 1u);
+  const auto spans = rank_spans(stages, units, /*tied=*/8);
+  ASSERT_EQ(spans.size(), 3u);
+  EXPECT_EQ(spans[0].count, 8u);
+  EXPECT_TRUE(spans[0].has_rank(3));
+  EXPECT_FALSE(spans[0].has_rank(1));
+  EXPECT_EQ(spans[1].end(), 30u);
+  EXPECT_TRUE(spans[1].has_rank(0));
+  EXPECT_EQ(spans[2].first, 30u);
+  EXPECT_EQ(rank_spans(stages, units).size(), 2u);
+  EXPECT_EQ((Pipeline{stages, 1, 0}.units(/*tied=*/true)), (std::vector<uint32_t>{0, 1}));
+  EXPECT_EQ((Pipeline{stages, 3, 0}.units(/*tied=*/true)), (std::vector<uint32_t>{0, 2}));
+}
+
+}  // namespace
+}  // namespace smartinf::plan

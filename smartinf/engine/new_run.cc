@@ -37,7 +37,8 @@ uint64_t StateSize::subgroup_bytes() const {
 
 Result<Placement> place_state(const StateSize& state, std::span<const plan::Subgroup> subgroups,
                               const DeviceSources& sources, std::span<const double> bandwidths,
-                              std::span<const DeviceId> present) {
+                              std::span<const DeviceId> present,
+                              std::span<const plan::RankSpan> stages) {
   const uint64_t subgroup_bytes = state.subgroup_bytes();
   Placement places;
   std::vector<plan::DeviceCapacity> capacities;
@@ -46,10 +47,12 @@ Result<Placement> place_state(const StateSize& state, std::span<const plan::Subg
     plan::DeviceCapacity& capacity = capacities.emplace_back();
     capacity.elements_max = free_bytes / subgroup_bytes * state.subgroup_elements;
     if (!bandwidths.empty()) capacity.bandwidth = bandwidths[d];
+    capacity.rank = sources[d]->rank();
     places.free_text += fmt::format("{}{} on {}", places.free_text.empty() ? "" : ", ",
                                     base::format_bytes(free_bytes), sources[d]->name());
   }
-  auto owner = plan::place(subgroups, capacities, present);
+  auto owner = plan::place_by_stage(subgroups, capacities, stages);
+  if (stages.empty() || !owner.ok()) owner = plan::place(subgroups, capacities, present);
   if (!owner.ok() && owner.status().code() == ErrorCode::kNoSpace) {
     return Status(
         ErrorCode::kNoSpace,
@@ -163,7 +166,8 @@ Result<NewRun> plan_new_run(const UpdaterOptions& options, const plan::Parameter
   for (size_t d = 0; sources.size() > 1 && d < sources.size(); ++d) {
     SI_ASSIGN_OR_RETURN(bandwidths[d], sources[d]->bandwidth());
   }
-  SI_ASSIGN_OR_RETURN(Placement places, place_state(state, set.subgroups, sources, bandwidths));
+  SI_ASSIGN_OR_RETURN(Placement places, place_state(state, set.subgroups, sources, bandwidths,
+                                                    /*present=*/{}, options.stages));
   set.owner = std::move(places.owner);
   std::ranges::move(leave_out_idle(sources, set.owner), std::back_inserter(run.notices));
   SI_ASSIGN_OR_RETURN(run.spool, share_spool(options.spool_bytes, sources));

@@ -36,13 +36,15 @@ struct Placement {
   std::string free_text;              // for people: "3.00 GiB on a, 2.00 GiB on b"
 };
 /// bandwidths: of the devices, relative; empty: alike. present: of every subgroup, the device that
-/// has it on its drive now (plan::place()); empty: none.
-/// Errors: kNoSpace with what is free; the sources' own.
+/// has it on its drive now (plan::place()); empty: none. stages: UpdaterOptions::stages; where
+/// their own devices have no room the state is spread over all. Errors: kNoSpace with what is free;
+/// the sources' own.
 base::Result<Placement> place_state(const StateSize& state,
                                     std::span<const plan::Subgroup> subgroups,
                                     const DeviceSources& sources,
                                     std::span<const double> bandwidths,
-                                    std::span<const base::DeviceId> present = {});
+                                    std::span<const base::DeviceId> present = {},
+                                    std::span<const plan::RankSpan> stages = {});
 
 /// Makes a run's layout the one of this device. Returns how many elements it holds.
 uint64_t set_device(storage::StoreLayout& layout, base::DeviceId device,

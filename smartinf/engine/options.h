@@ -20,6 +20,7 @@
 #include "smartinf/kernels/update_rule.h"
 #include "smartinf/plan/memory_plan.h"
 #include "smartinf/plan/schedule.h"
+#include "smartinf/plan/stages.h"
 #include "smartinf/serve/options.h"
 #include "smartinf/storage/row_file.h"
 #include "smartinf/storage/store.h"
@@ -87,6 +88,11 @@ struct UpdaterOptions {
   /// them, in the same order, and drives its own (DeviceOptions::rank). Options are the same on all
   /// ranks, and budgets those of all ranks together.
   std::shared_ptr<Collectives> collectives;
+  /// The ranks that compute with elements of the space, by spans that together are all of it: they
+  /// alone have sums of its gradients and get its weights, and its state is placed on their devices
+  /// where these have room for it. The gradient of an element of several spans is the sum of
+  /// theirs, in this order. Empty: all ranks compute with all elements.
+  std::vector<plan::RankSpan> stages;
   /// Ranks that each have a run of their own, over their part of what is trained, and make every
   /// step with this one: all open, initialize, edit, finish_gradients() and commit alike, and get
   /// the same errors of it; the norm is of all. Null, or a world of one: nobody. Not with

@@ -56,8 +56,9 @@ inline double clip_factor(double norm, double norm_max) {
 struct GradientSums {
   uint64_t micro_batches = 1;                   // of the step, on all ranks together
   base::DataType type = base::DataType::kBf16;  // of the gradient of one micro batch
-  /// plan::summation_nodes() of this rank's plan::micro_batches_of(), in order; [count] each: of
-  /// `type` where the node is one micro batch, else of f32. None: the rank has no micro batch.
+  /// plan::summation_nodes() of this rank's plan::micro_batches_of() among the ranks that compute
+  /// the gradient, in order; [count] each: of `type` where the node is one micro batch, else of
+  /// f32. None: the rank has no micro batch.
   std::span<const void* const> nodes;
   /// A gradient that is the sum of several, each a tree of its own: all nodes of the first come
   /// first, and the trees' sums are added in their order.
@@ -86,7 +87,8 @@ base::Status check_client_metadata(const std::string& client_metadata);
 /// Where several ranks share the run (UpdaterOptions::collectives) all of them make the same calls
 /// in the same order, but for readings, and get the same errors. Each has all weights and reads the
 /// whole state (an empty `visit` only takes part), but fills and edits the subgroups of its own
-/// devices alone. Sinks of all ranks have places for the same subgroups.
+/// devices alone. Sinks of all ranks have places for the same subgroups, as far as they compute
+/// with them (UpdaterOptions::stages).
 ///
 /// Threads: one caller. The devices' own threads work in between.
 /// After kTimeout a device may still read or write what was handed in for it: gradients and weights

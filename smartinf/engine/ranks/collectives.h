@@ -26,8 +26,10 @@ enum class Channel : uint8_t {
   kControl,    // what the callers of the updater decide together, and what the trainer does
   kGradients,  // a step's gradients, then its commit
   kWeights,
+  kForward,   // from a stage to the one behind
+  kBackward,  // and to the one before
 };
-inline constexpr size_t kChannels = 3;
+inline constexpr size_t kChannels = 5;
 
 /// Threads: calls of a channel are started by one thread at a time, those of different ones at
 /// once; what was started may be waited for on another thread meanwhile. Errors of all calls:

@@ -52,12 +52,11 @@ GradientExchange::GradientExchange(std::shared_ptr<Collectives> ranks, DeviceUpd
 
 // ---- The caller.
 
-Status GradientExchange::check(const GradientSums& sums) {
+Status GradientExchange::check(const GradientSums& sums, const std::vector<Holders>& holders) {
   const uint32_t rank = ranks_->rank();
-  const auto range = plan::micro_batches_of(sums.micro_batches, rank, ranks_->world());
   const size_t nodes = sums.micro_batches == 0
                            ? 0
-                           : sums.trees * plan::summation_nodes(sums.micro_batches, range).size();
+                           : formats_.of(sums.micro_batches, sums.type, holders).nodes_of(rank);
   if (sums.micro_batches > 0 && nodes == sums.nodes.size()) return Status();
   return Status(ErrorCode::kInvalidArgument,
                 fmt::format("rank {} gave {} sums of a gradient over {} micro batches; it has {}",
@@ -65,9 +64,9 @@ Status GradientExchange::check(const GradientSums& sums) {
                 "This is a bug in the caller.");
 }
 
-void GradientExchange::put(std::span<const Piece> pieces, uint64_t first,
-                           const GradientSums& sums) {
-  const SumFormat& format = formats_.of(sums.micro_batches, sums.type, sums.trees);
+void GradientExchange::put(std::span<const Piece> pieces, uint64_t first, const GradientSums& sums,
+                           const std::vector<Holders>& holders) {
+  const SumFormat& format = formats_.of(sums.micro_batches, sums.type, holders);
   for (const uint64_t part : {first, uint64_t{pieces.size()}, sums.micro_batches,
                               uint64_t{sums.trees}, static_cast<uint64_t>(sums.type)}) {
     spans_checksum_ = base::mix_seed(spans_checksum_, part);

@@ -43,12 +43,12 @@ class GradientExchange {
   GradientExchange(const GradientExchange&) = delete;
   GradientExchange& operator=(const GradientExchange&) = delete;
 
-  /// Errors: kInvalidArgument for other nodes than the rank's.
-  base::Status check(const GradientSums& sums);
+  /// holders: of each tree. Errors: kInvalidArgument for other nodes than the rank's.
+  base::Status check(const GradientSums& sums, const std::vector<Holders>& holders);
   /// Pieces of a span that begins at `first`, taken by the updater; sums that were checked. What
   /// fails is kept for finish().
-  void put(std::span<const GradientTracker::Piece> pieces, uint64_t first,
-           const GradientSums& sums);
+  void put(std::span<const GradientTracker::Piece> pieces, uint64_t first, const GradientSums& sums,
+           const std::vector<Holders>& holders);
   /// Sends what was put and waits for all of it. Errors: of a device here, or of a call.
   base::Status finish();
   /// The step is given up, or another begins: what was not sent is forgotten, and what failed.

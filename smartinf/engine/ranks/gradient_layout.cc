@@ -7,14 +7,15 @@
 namespace smartinf::engine {
 
 SumFormat SumFormat::make(uint64_t micro_batches, base::DataType type, uint32_t world,
-                          uint32_t trees) {
+                          std::span<const Holders> trees) {
   SumFormat format;
   format.bytes.assign(world, 0);
-  for (uint32_t tree = 0; tree < trees; ++tree) {
+  for (size_t tree = 0; tree < trees.size(); ++tree) {
     const size_t below = tree > 0 ? 1 : 0;  // the sum of the trees before
     plan::MicroBatchSum sum(micro_batches);
-    for (uint32_t rank = 0; rank < world; ++rank) {
-      const auto range = plan::micro_batches_of(micro_batches, rank, world);
+    for (uint32_t holder = 0; holder < trees[tree].count; ++holder) {
+      const uint32_t rank = trees[tree].first + holder;
+      const auto range = plan::micro_batches_of(micro_batches, holder, trees[tree].count);
       for (const plan::MicroBatchRange& node : plan::summation_nodes(micro_batches, range)) {
         const base::DataType node_type = node.size() == 1 ? type : base::DataType::kF32;
         format.stack_max = std::max(format.stack_max, below + sum.sums().size() + 1);
@@ -38,7 +39,8 @@ uint64_t SumFormat::part_bytes(uint32_t rank, uint64_t count) const {
   return bytes_of_part;
 }
 
-const SumFormat& SumFormats::of(uint64_t micro_batches, base::DataType type, uint32_t trees) {
+const SumFormat& SumFormats::of(uint64_t micro_batches, base::DataType type,
+                                std::vector<Holders> trees) {
   auto& format = formats_[{micro_batches, type, trees}];
   if (format == nullptr) {
     format = std::make_unique<SumFormat>(SumFormat::make(micro_batches, type, world_, trees));

@@ -2,6 +2,8 @@
 // themselves. Pure: no threads, no calls.
 #pragma once
 
+#include <algorithm>
+#include <compare>
 #include <cstddef>
 #include <cstdint>
 #include <map>
@@ -17,6 +19,14 @@
 
 namespace smartinf::engine {
 
+/// Ranks that share the micro batches of a gradient.
+struct Holders {
+  uint32_t first = 0;
+  uint32_t count = 0;
+
+  friend auto operator<=>(const Holders&, const Holders&) = default;
+};
+
 /// Format of what is sent for an element of a step's gradient, and the way in which it is added up.
 struct SumFormat {
   struct Node {
@@ -31,12 +41,15 @@ struct SumFormat {
   uint64_t bytes_max = 0;       // of any rank
   uint64_t bytes_of_all = 0;
 
-  /// trees: of each node there is one (GradientSums::trees).
+  /// trees: who has each (GradientSums::trees).
   static SumFormat make(uint64_t micro_batches, base::DataType type, uint32_t world,
-                        uint32_t trees = 1);
+                        std::span<const Holders> trees);
   /// [count] values of a node, with space behind them that keeps what follows aligned.
   static uint64_t array_bytes(base::DataType type, uint64_t count) {
     return (count * base::data_type_bytes(type) + 7) / 8 * 8;
+  }
+  size_t nodes_of(uint32_t rank) const {
+    return static_cast<size_t>(std::ranges::count(nodes, rank, &Node::rank));
   }
   /// Bytes of all nodes of a rank.
   uint64_t part_bytes(uint32_t rank, uint64_t count) const;
@@ -46,11 +59,12 @@ struct SumFormat {
 class SumFormats {
  public:
   explicit SumFormats(uint32_t world) : world_(world) {}
-  const SumFormat& of(uint64_t micro_batches, base::DataType type, uint32_t trees);
+  const SumFormat& of(uint64_t micro_batches, base::DataType type, std::vector<Holders> trees);
 
  private:
   const uint32_t world_;
-  std::map<std::tuple<uint64_t, base::DataType, uint32_t>, std::unique_ptr<SumFormat>> formats_;
+  std::map<std::tuple<uint64_t, base::DataType, std::vector<Holders>>, std::unique_ptr<SumFormat>>
+      formats_;
 };
 
 /// Elements that one rank gets of a piece.

@@ -33,8 +33,8 @@ std::string packed(const UpdateOptions& options, base::DataType type) {
 /// each rank's own.
 std::vector<std::pair<std::string_view, std::string>> descriptions(
     const UpdaterOptions& options, const plan::ParameterSpace& space) {
-  const auto& [devices, collectives, peers, rule, format, where, schedule, gradient_type, seed,
-               compress, memory_budget_bytes, state_cache_bytes, gradient_budget_bytes,
+  const auto& [devices, collectives, stages, peers, rule, format, where, schedule, gradient_type,
+               seed, compress, memory_budget_bytes, state_cache_bytes, gradient_budget_bytes,
                gradient_room, subgroup_elements, spool_bytes, stream_weights, tables,
                table_memory_bytes, table_log_bytes, durability, checksums, ring, io_bytes, io_depth,
                pin_threads, create, device_silence_max, recover_to, host_link, remote, trace] =
@@ -45,8 +45,13 @@ std::vector<std::pair<std::string_view, std::string>> descriptions(
                  internal_link, rank, processor, processor_traffic] = device;
     packed_devices += pack(path, name, bandwidth, capacity_bytes, rank);
   }
+  std::string packed_stages;
+  for (const plan::RankSpan& span : stages) {
+    packed_stages += pack(span.first, span.count, span.first_rank, span.ranks);
+  }
   return {{"model", pack(space.ranges())},
           {"devices", packed_devices},
+          {"stages", packed_stages},
           {"optimizer", pack(rule, format, where, gradient_type, seed, stream_weights, durability,
                              schedule, checksums)},
           {"memory budgets", pack(memory_budget_bytes, state_cache_bytes, gradient_budget_bytes,
@@ -82,6 +87,10 @@ Status check_options(const UpdaterOptions& options, size_t sources) {
   if (options.peers != nullptr || options.recover_to) {
     return Status(ErrorCode::kUnsupported, "ranks that share a run, and have runs of their own",
                   "This is a bug in the caller.");
+  }
+  if (!options.stages.empty() && options.stream_weights) {
+    return Status(ErrorCode::kUnsupported, "stages of ranks whose weights come from the devices",
+                  "Keep the weights of a stage in memory.");
   }
   if (options.devices.size() != sources) {
     return Status(ErrorCode::kInvalidArgument, "the ranks of some devices are not given",
@@ -138,10 +147,22 @@ RanksUpdater::RanksUpdater(const UpdaterOptions& options, std::unique_ptr<Device
   for (const plan::Subgroup& subgroup : set.subgroups) {
     rank_of_.push_back(set.device_of(subgroup.id).info().rank);
   }
+  for (const plan::Subgroup& subgroup : set.subgroups) {
+    std::vector<uint32_t>& users = users_.emplace_back();
+    for (uint32_t rank = 0; rank < ranks_->world(); ++rank) {
+      const auto uses = [&](const plan::RankSpan& span) {
+        return span.has_rank(rank) && span.first < subgroup.first + subgroup.count &&
+               subgroup.first < span.end();
+      };
+      if (options_.stages.empty() || std::ranges::any_of(options_.stages, uses)) {
+        users.push_back(rank);
+      }
+    }
+  }
   weights_.assign(rank_of_.size(), Weights::kNone);
   fetches_.assign(rank_of_.size(), Fetch::kNone);
   gradient_exchange_ = std::make_unique<GradientExchange>(ranks_, *here_, rank_of_, traffic_);
-  weight_exchange_ = std::make_unique<WeightExchange>(ranks_, *here_, rank_of_, traffic_);
+  weight_exchange_ = std::make_unique<WeightExchange>(ranks_, *here_, rank_of_, users_, traffic_);
   if (options_.spool_bytes > 0 && here_->spool() == nullptr) {
     base::log(
         base::LogLevel::kWarning,
@@ -178,10 +199,27 @@ Status RanksUpdater::put_gradient(uint64_t first, const void* gradient, base::Da
 
 Status RanksUpdater::put_gradient_sums(uint64_t first, uint64_t count, const GradientSums& sums) {
   SI_RETURN_IF_ERROR(gradient_error_);
-  SI_RETURN_IF_ERROR(gradient_exchange_->check(sums));
+  SI_ASSIGN_OR_RETURN(const std::vector<Holders> holders, holders_of(first, count, sums.trees));
+  SI_RETURN_IF_ERROR(gradient_exchange_->check(sums, holders));
   SI_ASSIGN_OR_RETURN(const auto pieces, here_->take_gradient(first, count));
-  gradient_exchange_->put(pieces, first, sums);
+  gradient_exchange_->put(pieces, first, sums, holders);
   return Status();
+}
+
+Result<std::vector<Holders>> RanksUpdater::holders_of(uint64_t first, uint64_t count,
+                                                      uint32_t trees) const {
+  if (options_.stages.empty()) return std::vector(trees, Holders{0, ranks_->world()});
+  std::vector<Holders> holders;
+  for (const plan::RankSpan& span : options_.stages) {
+    if (first >= span.first && first < span.end() && count <= span.end() - first) {
+      holders.push_back({span.first_rank, span.ranks});
+    }
+  }
+  if (holders.size() == trees) return holders;
+  return Status(ErrorCode::kInvalidArgument,
+                fmt::format("a gradient of {} trees from element {} on, which {} stages have",
+                            trees, first, holders.size()),
+                "This is a bug in the caller.");
 }
 
 Status RanksUpdater::skip_gradient(uint64_t first, uint64_t count) {
@@ -217,10 +255,22 @@ Status RanksUpdater::start_early_update(const UpdateOptions&, base::DataType, co
 }
 
 std::vector<void*> RanksUpdater::places_of(
-    const WeightsSink& sink, const std::function<bool(const plan::Subgroup&)>& wanted) const {
+    const WeightsSink& sink, base::DataType type,
+    const std::function<bool(const plan::Subgroup&)>& wanted) {
   std::vector<void*> places;
   for (const plan::Subgroup& subgroup : here_->devices().subgroups) {
-    places.push_back(sink && wanted(subgroup) ? sink(subgroup.first) : nullptr);
+    const size_t index = places.size();
+    void*& place = places.emplace_back(nullptr);
+    if (!sink || !wanted(subgroup)) continue;
+    if (is_used(index)) {
+      place = sink(subgroup.first);
+    } else if (is_here(index)) {
+      std::vector<std::byte>& memory = for_others_[index];
+      memory.resize(subgroup.count * base::data_type_bytes(type));
+      place = memory.data();
+    } else {
+      place = &users_[index];
+    }
   }
   return places;
 }
@@ -246,17 +296,17 @@ Status RanksUpdater::start_update(const UpdateOptions& options, base::DataType t
   const auto updated = [&](const plan::Subgroup& subgroup) {
     return !is_skipped(space(), subgroup, options);
   };
-  const std::vector<void*> places = places_of(sink, updated);
+  const std::vector<void*> places = places_of(sink, type, updated);
   const Status started = here_->start_update(options, type, sink_here(places));
   SI_RETURN_IF_ERROR(all_with("start_update", places, started, packed(options, type)));
   update_started_ = true;
   commit_started_ = false;
   update_type_ = type;
   for (size_t i = 0; i < places.size(); ++i) {
-    const bool changes = updated(here_->devices().subgroups[i]);
+    const bool changes = updated(here_->devices().subgroups[i]) && takes_part(i);
     weights_[i] = !changes ? Weights::kUnchanged
                            : (places[i] != nullptr ? Weights::kInFlight : Weights::kOnDemand);
-    if (places[i] == nullptr) continue;
+    if (places[i] == nullptr || !takes_part(i)) continue;
     weight_exchange_->start(WeightExchange::From::kUpdate, i, type, places[i]);
   }
   return Status();
@@ -384,7 +434,9 @@ UpdaterTraffic RanksUpdater::traffic() const {
 }
 
 uint64_t RanksUpdater::memory_bytes() const {
-  return here_->memory_bytes() + plan::rank_bytes(space().count(), subgroup_elements());
+  uint64_t bytes = here_->memory_bytes() + plan::rank_bytes(space().count(), subgroup_elements());
+  for (const auto& [subgroup, memory] : for_others_) bytes += memory.size();
+  return bytes;
 }
 
 std::vector<std::string> RanksUpdater::describe_devices() const {
@@ -392,6 +444,17 @@ std::vector<std::string> RanksUpdater::describe_devices() const {
   const auto& devices = here_->devices().devices;
   for (size_t d = 0; d < lines.size(); ++d) {
     lines[d] = fmt::format("rank {}: {}", devices[d]->info().rank, lines[d]);
+  }
+  uint64_t crossing = 0;
+  for (size_t i = 0; !options_.stages.empty() && i < users_.size(); ++i) {
+    const auto at_home = static_cast<uint64_t>(std::ranges::count(users_[i], rank_of_[i]));
+    crossing += here_->devices().subgroups[i].count * (users_[i].size() - at_home);
+  }
+  if (crossing > 0) {
+    lines.push_back(fmt::format(
+        "weights of {} parameters go from the rank that has their state to another one in each "
+        "step, and gradients back",
+        crossing));
   }
   return lines;
 }

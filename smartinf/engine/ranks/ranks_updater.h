@@ -7,8 +7,11 @@
 // recovers the last committed step on all devices.
 #pragma once
 
+#include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
 #include <span>
 #include <string>
@@ -115,6 +118,16 @@ class RanksUpdater final : public Updater {
   RanksUpdater(const UpdaterOptions& options, std::unique_ptr<DeviceUpdater> here);
 
   bool is_here(size_t subgroup) const { return rank_of_[subgroup] == ranks_->rank(); }
+  /// Whether this rank computes with weights of the subgroup.
+  bool is_used(size_t subgroup) const {
+    return std::ranges::binary_search(users_[subgroup], ranks_->rank());
+  }
+  /// Whether its new weights come to this rank or go from it.
+  bool takes_part(size_t subgroup) const { return is_here(subgroup) || is_used(subgroup); }
+  /// Ranks that have the gradients of a span, of each of so many trees. Errors: kInvalidArgument
+  /// for a span that is not within a stage.
+  base::Result<std::vector<Holders>> holders_of(uint64_t first, uint64_t count,
+                                                uint32_t trees) const;
   /// The answer of all ranks to a call.
   base::Status all(std::string_view call, const base::Status& mine) const;
   /// The same where all of them want the weights of the same subgroups. same: what else they have
@@ -123,9 +136,11 @@ class RanksUpdater final : public Updater {
                         const base::Status& mine, std::string_view same = {}) const;
   base::Status read_from_all(uint32_t plane_mask, size_t plane_count, const ReadHere& read_here,
                              const WholeState::Visit& visit);
-  /// Where the sink wants each subgroup that `wanted` says; null elsewhere.
-  std::vector<void*> places_of(const WeightsSink& sink,
-                               const std::function<bool(const plan::Subgroup&)>& wanted) const;
+  /// Where the sink wants each subgroup that `wanted` says; null: nowhere. Those here that only
+  /// ranks of other stages compute with have memory of this object's, and those that this rank has
+  /// no part in some place that is not used.
+  std::vector<void*> places_of(const WeightsSink& sink, base::DataType type,
+                               const std::function<bool(const plan::Subgroup&)>& wanted);
   WeightsSink sink_here(const std::vector<void*>& places) const;
   /// An update waits for fetches no longer.
   void demand_nothing();
@@ -133,7 +148,9 @@ class RanksUpdater final : public Updater {
   const UpdaterOptions options_;
   const std::shared_ptr<Collectives> ranks_;
   std::unique_ptr<DeviceUpdater> here_;
-  std::vector<uint32_t> rank_of_;  // of every subgroup
+  std::vector<uint32_t> rank_of_;             // of every subgroup
+  std::vector<std::vector<uint32_t>> users_;  // likewise: ranks that compute with its weights
+  std::map<size_t, std::vector<std::byte>> for_others_;  // weights of subgroups here
   base::TrafficCounter traffic_;
 
   base::Status gradient_error_;  // of the step in progress

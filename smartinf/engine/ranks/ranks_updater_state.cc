@@ -130,11 +130,13 @@ Status RanksUpdater::read_weights(
 Status RanksUpdater::load_weights(base::DataType type, const WeightsSink& sink) {
   using From = WeightExchange::From;
   SI_RETURN_IF_ERROR(wait_commit());
-  const std::vector<void*> places = places_of(sink, [](const plan::Subgroup&) { return true; });
+  const std::vector<void*> places =
+      places_of(sink, type, [](const plan::Subgroup&) { return true; });
   const Status loaded = here_->load_weights(type, sink_here(places));
   SI_RETURN_IF_ERROR(all_with("load_weights", places, loaded));
   for (size_t i = 0; i < places.size(); ++i) {
-    if (places[i] != nullptr) weight_exchange_->start(From::kMemory, i, type, places[i]);
+    if (places[i] == nullptr || !takes_part(i)) continue;
+    weight_exchange_->start(From::kMemory, i, type, places[i]);
   }
   weight_exchange_->wait_for_all(From::kMemory);
   for (size_t i = 0; i < places.size(); ++i) {

@@ -125,6 +125,70 @@ TEST(Ranks, AddUpMicroBatchesAlike) {
   }
 }
 
+/// The same step of stages with so many ranks each, which are cut in the middle of a subgroup. Each
+/// has sums and gets weights of its elements alone.
+void expect_stages_as_one(uint32_t replicas, const Leaves& leaves) {
+  const uint32_t ranks = 2 * replicas;
+  FakeRanksPlace place(false, ranks, ranks);
+  place.options().gradient_type = DataType::kF32;
+  const plan::ParameterSpace space = contract_space();
+  const uint64_t cut = space.ranges()[2].first;
+  ASSERT_NE(cut % kBlock, 0u);
+  place.options().stages = {{0, cut, 0, replicas}, {cut, space.count() - cut, replicas, replicas}};
+  auto opened = place.open_crew(std::make_shared<Board>(ranks));
+  ASSERT_TRUE(opened.ok()) << opened.status().to_string();
+  Crew& all = **opened;
+  initialize(all);
+  expect_ok(all.begin_step());
+  expect_ok(all.all([&](size_t rank, Updater& updater) -> Status {
+    const auto range_of =
+        plan::micro_batches_of(leaves.size(), static_cast<uint32_t>(rank) % replicas, replicas);
+    Leaves sums;
+    for (const auto& node : plan::summation_nodes(leaves.size(), range_of)) {
+      sums.push_back(tree_sum(leaves, node.begin, node.end));
+    }
+    for (const plan::ParameterRange& range : updater.space().ranges()) {
+      std::vector<const void*> values;
+      const bool mine = (range.first >= cut) == (rank >= replicas);
+      for (size_t i = 0; mine && i < sums.size(); ++i)
+        values.push_back(sums[i].data() + range.first);
+      SI_RETURN_IF_ERROR(updater.put_gradient_sums(range.first, range.count,
+                                                   {leaves.size(), DataType::kF32, values}));
+    }
+    return Status();
+  }));
+  const auto summary = all.finish_gradients(1);
+  expect_ok(summary.status());
+  std::vector<std::vector<base::Bf16>> memory(ranks);
+  expect_ok(all.all([&](size_t rank, Updater& updater) -> Status {
+    memory[rank].resize(space.count());
+    const auto sink = [&](uint64_t first) -> void* {
+      const plan::Subgroup subgroup = updater.subgroup_at(first);
+      const bool mine = rank < replicas ? first < cut : first + subgroup.count > cut;
+      return mine ? memory[rank].data() + first : nullptr;
+    };
+    SI_RETURN_IF_ERROR(updater.start_update(update_options(), DataType::kBf16, sink));
+    SI_RETURN_IF_ERROR(updater.wait_weights(0, updater.space().count()));
+    return updater.commit("");
+  }));
+  EXPECT_EQ(summary->norm, summed_step(1, leaves).first);
+  const auto planes = all_planes(all);
+  EXPECT_TRUE(planes == summed_step(1, leaves).second);
+  for (size_t rank = 0; rank < ranks; ++rank) {
+    for (uint64_t i = rank < replicas ? 0 : cut; i < (rank < replicas ? cut : space.count()); ++i) {
+      ASSERT_EQ(memory[rank][i].bits, base::to_bf16(planes[0][i]).bits)
+          << "rank " << rank << ", element " << i;
+    }
+  }
+}
+
+TEST(Ranks, StagesHaveGradientsAndWeightsOfTheirOwnAlone) {
+  for (const uint32_t replicas : {1, 2}) {
+    SCOPED_TRACE(replicas);
+    expect_stages_as_one(replicas, leaves_of(5, contract_space().count()));
+  }
+}
+
 TEST(Ranks, OtherSumsThanARankHasAreRefused) {
   FakeRanksPlace place(false, 2, 2);
   auto crew = place.open_crew(std::make_shared<Board>(2));

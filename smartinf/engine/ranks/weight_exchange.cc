@@ -31,10 +31,13 @@ std::string outcome_text(const Status& status) {
 }  // namespace
 
 WeightExchange::WeightExchange(std::shared_ptr<Collectives> ranks, DeviceUpdater& updater,
-                               const std::vector<uint32_t>& rank_of, base::TrafficCounter& traffic)
+                               const std::vector<uint32_t>& rank_of,
+                               const std::vector<std::vector<uint32_t>>& users,
+                               base::TrafficCounter& traffic)
     : ranks_(std::move(ranks)),
       updater_(updater),
       rank_of_(rank_of),
+      users_(users),
       traffic_(traffic),
       worker_("si-weights", [this](Job job) { work(std::move(job)); }) {
   pending_.fill(std::vector<uint8_t>(rank_of.size(), 0));
@@ -109,36 +112,53 @@ void WeightExchange::begin(Job& job) {
                                   [&](const Job& other) { return other.memory == &memory; });
     if (!used) job.memory = &memory;
   }
-  job.memory->resize(job.bytes + kOutcomeBytes);
-  if (here(job)) {
-    Status status;
-    if (job.from == From::kUpdate) status = updater_.wait_weights(subgroup.first, subgroup.count);
-    if (job.from == From::kFetch) status = updater_.wait_fetched(subgroup.first);
-    if (status.ok()) std::memcpy(job.memory->data(), job.out, job.bytes);
-    const std::string text = pack(identity_of(job), outcome_text(status));
-    std::memcpy(job.memory->data() + job.bytes, text.data(), text.size());
-    traffic_.add_down(base::TrafficKind::kWeight, job.bytes * (ranks_->world() - 1));
-  } else {
+  const auto add = [&](Collectives::Started message) {
+    if (message.ok()) {
+      job.messages.push_back(std::move(*message));
+    } else if (job.status.ok()) {
+      job.status = std::move(message).status();
+    }
+  };
+  if (!here(job)) {
+    job.memory->resize(job.bytes + kOutcomeBytes);
     traffic_.add_up(base::TrafficKind::kWeight, job.bytes);
+    return add(ranks_->receive(Channel::kWeights, *job.memory, rank_of_[job.subgroup]));
   }
-  auto pending = ranks_->broadcast(Channel::kWeights, *job.memory, rank_of_[job.subgroup]);
-  if (pending.ok()) {
-    job.pending = std::move(*pending);
-  } else {
-    job.started = std::move(pending).status();
+  if (job.from == From::kUpdate) {
+    job.status = updater_.wait_weights(subgroup.first, subgroup.count);
+  }
+  if (job.from == From::kFetch) job.status = updater_.wait_fetched(subgroup.first);
+  const std::string outcome =
+      outcome_text(std::move(job.status).with_context(fmt::format("rank {}", ranks_->rank())));
+  (void)unpack(outcome, job.status);  // as the others hear it
+  const std::string text = pack(identity_of(job), outcome);
+  bool filled = false;
+  for (const uint32_t user : users_[job.subgroup]) {
+    if (user == ranks_->rank()) continue;
+    if (!std::exchange(filled, true)) {
+      job.memory->resize(job.bytes + kOutcomeBytes);
+      if (job.status.ok()) std::memcpy(job.memory->data(), job.out, job.bytes);
+      std::memcpy(job.memory->data() + job.bytes, text.data(), text.size());
+    }
+    traffic_.add_down(base::TrafficKind::kWeight, job.bytes);
+    add(ranks_->send(Channel::kWeights, *job.memory, user));
   }
 }
 
 void WeightExchange::end(Job& job) {
-  Status status = job.pending != nullptr ? job.pending->wait() : std::move(job.started);
-  if (status.ok()) {
+  for (const auto& message : job.messages) {
+    Status waited = message->wait();
+    if (job.status.ok()) job.status = std::move(waited);
+  }
+  job.messages.clear();
+  Status status = std::move(job.status);
+  if (status.ok() && !here(job)) {
     uint64_t identity = 0;
     std::string outcome;
     status = unpack({reinterpret_cast<const char*>(job.memory->data() + job.bytes), kOutcomeBytes},
                     identity, outcome);
     if (status.ok() && identity == identity_of(job)) {
       if (Status read = unpack(outcome, status); !read.ok()) status = std::move(read);
-      status = std::move(status).with_context(fmt::format("rank {}", rank_of_[job.subgroup]));
     } else {
       status = Status(ErrorCode::kFailedPrecondition,
                       fmt::format("ranks {} and {} do not ask for the same weights", ranks_->rank(),
@@ -146,7 +166,7 @@ void WeightExchange::end(Job& job) {
                       "This is a bug: please report it. The last committed step is intact.");
       ranks_->failed(status);
     }
-    if (status.ok() && !here(job)) std::memcpy(job.out, job.memory->data(), job.bytes);
+    if (status.ok()) std::memcpy(job.out, job.memory->data(), job.bytes);
   }
   {
     const std::lock_guard lock(mutex_);

@@ -1,5 +1,6 @@
-// New weights on their way from the ranks whose devices have them to all ranks, one subgroup after
-// another, by a thread of its own. All ranks ask for the same subgroups in the same order.
+// New weights on their way from the ranks whose devices have them to the ranks that compute with
+// them, one subgroup after another, by a thread of its own. All ranks ask for the subgroups that
+// they have or compute with in the same order.
 //
 // A subgroup's bytes carry behind them whether they are any good: what a device fails with is an
 // error of the same wait on every rank.
@@ -34,9 +35,11 @@ class WeightExchange {
     kMemory,  // they are at `out` now
   };
 
-  /// updater: of this rank. rank_of: of each subgroup. All that is referred to outlives this.
+  /// updater: of this rank. rank_of: of each subgroup; users: ranks that compute with each. All
+  /// that is referred to outlives this.
   WeightExchange(std::shared_ptr<Collectives> ranks, DeviceUpdater& updater,
-                 const std::vector<uint32_t>& rank_of, base::TrafficCounter& traffic);
+                 const std::vector<uint32_t>& rank_of,
+                 const std::vector<std::vector<uint32_t>>& users, base::TrafficCounter& traffic);
   /// Waits for what was asked for.
   ~WeightExchange() = default;
   WeightExchange(const WeightExchange&) = delete;
@@ -62,8 +65,8 @@ class WeightExchange {
     std::byte* out = nullptr;
     uint64_t bytes = 0;
     std::vector<std::byte>* memory = nullptr;  // the bytes, and the outcome behind them
-    std::unique_ptr<Collectives::Pending> pending;
-    base::Status started;
+    std::vector<std::unique_ptr<Collectives::Pending>> messages;
+    base::Status status;  // of who started them, or has the weights
   };
 
   void work(Job job);  // the thread
@@ -78,6 +81,7 @@ class WeightExchange {
   const std::shared_ptr<Collectives> ranks_;
   DeviceUpdater& updater_;
   const std::vector<uint32_t>& rank_of_;
+  const std::vector<std::vector<uint32_t>>& users_;
   base::TrafficCounter& traffic_;
   std::array<std::vector<std::byte>, kInFlight> memory_;  // the thread's
   std::deque<Job> in_flight_;                             // likewise

@@ -128,11 +128,16 @@ struct RankWatch::Shared {
   static constexpr int kNobody = -1;
   /// The rank whose message a rank waits for, on each channel.
   using Waits = std::array<int, engine::kChannels>;
+  Shared() { std::ranges::fill(waits, kNobody); }
   /// Facts known of a rank.
   struct Known {
     std::string sign;
     uint64_t changed_ns = 0;
-    Waits waits{kNobody, kNobody, kNobody};
+    Waits waits = [] {
+      Waits none;
+      none.fill(kNobody);
+      return none;
+    }();
     uint64_t arrivals = 0;
     bool left = false;
   };
@@ -143,7 +148,7 @@ struct RankWatch::Shared {
   std::vector<RankMember> members;
   c10::intrusive_ptr<c10d::Store> connection;  // the watch's own
   c10::intrusive_ptr<c10d::Store> keys;        // the same, of this start
-  std::array<std::atomic<int>, engine::kChannels> waits{kNobody, kNobody, kNobody};
+  std::array<std::atomic<int>, engine::kChannels> waits;
   std::atomic<uint64_t> arrivals = 0;
 
   mutable std::mutex mutex;
@@ -246,9 +251,10 @@ void RankWatch::Shared::sign() {
   std::string text;
   {
     const std::scoped_lock lock(mutex);
-    text = leaving || !failed.ok() ? kLeft
-                                   : fmt::format("{} {} {} {} {}", ++signs, waits[0].load(),
-                                                 waits[1].load(), waits[2].load(), arrivals.load());
+    text = leaving || !failed.ok() ? kLeft : fmt::format("{} {}", ++signs, arrivals.load());
+    for (size_t channel = 0; text != kLeft && channel < waits.size(); ++channel) {
+      text += fmt::format(" {}", waits[channel].load());
+    }
   }
   keys->set(sign_key(environment.rank), text);
 }
@@ -273,7 +279,9 @@ void RankWatch::Shared::look_at(const std::vector<std::string>& values, uint64_t
     of.left = sign == kLeft;
     uint64_t number = 0;
     std::istringstream in(sign);
-    if (!of.left) in >> number >> of.waits[0] >> of.waits[1] >> of.waits[2] >> of.arrivals;
+    if (of.left) continue;
+    in >> number >> of.arrivals;
+    for (int& wait : of.waits) in >> wait;
   }
   if (values[0] != kNone) fail(status_from(values[0]));
   changed.notify_all();

@@ -13,7 +13,7 @@ import time
 import unittest
 
 from rank_processes import Ranks
-from train_runs import SMARTINF, STREAMED, StreamCase
+from train_runs import SMARTINF, STREAMED, StreamCase, TrainCase
 
 KILLS = int(os.environ.get("SMARTINF_TEST_KILLS", "3"))  # 40 in scripts/nightly.sh
 TIMEOUT_S = 6  # where ranks are killed
@@ -98,6 +98,81 @@ class TrainRanks(StreamCase):
             self.assertIn("test_accelerator", ranks.out(0))
             self.assertRegex(ranks.out(0), r"weights: \d of 6 units stay on the accelerator, \d more in the host's memory")
         self.check_same_as("ranks", "cpu")
+
+    def stages(self, count, run, ranks=None):
+        """Flags of a pipeline on so many ranks, each with a device; stages end within subgroups."""
+        return ["--ranks.pipeline", str(count), "--engine.subgroup_elements", "65536",
+                *self.even_devices(run, ranks or count)]
+
+    def test_stages_of_a_pipeline_have_the_bits_of_one_process(self):
+        """Two stages, three, and two of two ranks each; the head tied to the embedding, and not."""
+        said = ["--train.validate_every", "4", "--train.sample_prompts", "def", "--train.sample_tokens", "8", "--json"]
+        cases = {"tied": ("f32", ["--train.clip_norm", "0.7", "--memory.activations", "keep"], ((2, 2), (2, 4), (3, 3))),
+                 "untied": ("bf16", ["--model.tied_head", "false", "--memory.activations", "recompute"], ((2, 2),))}
+        for name, (precision, more, shapes) in cases.items():
+            recipe = self.recipe(steps=8, precision=precision)
+            flags = ["--model.layers", "4", "--train.accumulation", "5", "--train.micro_batch", "2", *more, *said]
+            rows = lambda text, key: [row for row in map(json.loads, text.splitlines()) if key in row]
+            one = self.train_with(1, recipe, name, *flags, "--engine.subgroup_elements", "65536")
+            for stages, ranks in shapes:
+                with self.subTest(name, stages=stages, ranks=ranks):
+                    run = f"{name}_{stages}_{ranks}"
+                    told = self.train_with(ranks, recipe, run, *flags, *self.stages(stages, run, ranks))
+                    self.check_same_as(run, name)
+                    for key in ("validation_loss", "samples"):
+                        self.assertTrue(rows(one, key))
+                        self.assertEqual(rows(told, key), rows(one, key))
+                    # What a stage sends: the activations of its micro batches, in the weights' type.
+                    message = 2 * 32 * 96 * (4 if precision == "f32" else 2)
+                    batches = 5 if ranks == stages else 2  # those of rank 0
+                    self.assertEqual({row["pipeline_sent_bytes"] for row in rows(told, "pipeline_sent_bytes")},
+                                     {batches * message})
+
+    def test_one_process_and_two_stages_add_gradients_in_the_same_order_by_themselves(self):
+        recipe = self.recipe(steps=4)
+        flags = ["--train.accumulation", "6", "--train.micro_batch", "1"]
+        plain = lambda run, more=(): [*TrainCase.command(self, recipe, run, [*flags, *more])]
+        subprocess.run(plain("one"), check=True, capture_output=True, timeout=300)
+        with Ranks(plain("two", self.stages(2, "two")), 2) as ranks:
+            self.assertEqual(ranks.wait(100), [0, 0], ranks.err(0) + ranks.err(1))
+        self.check_same_as("two", "one")
+
+    def test_a_stage_that_dies_is_named_and_any_other_pipeline_goes_on(self):
+        recipe = self.recipe(steps=30)
+        flags = ["--model.layers", "4", "--train.accumulation", "4", "--train.micro_batch", "1",
+                 "--checkpoint.every", "10"]
+        self.train(recipe, "whole", *flags, "--engine.subgroup_elements", "65536")
+        devices = self.even_devices("a", 3)
+        for stages, ranks, culprit in ((3, 3, 1), (2, 2, 0), (1, 2, 1), (2, 4, 3)):
+            own = [*flags, *devices, "--ranks.pipeline", str(stages), "--engine.subgroup_elements", "65536"]
+            with self.ranks(ranks, recipe, "a", *own, timeout=TIMEOUT_S) as started:
+                started.wait_for(0, "\nstep")
+                time.sleep(0.1)
+                started.processes[culprit].send_signal(signal.SIGKILL)
+                others = [rank for rank in range(ranks) if rank != culprit]
+                self.assertEqual(started.wait(60, others), [1] * len(others))
+                for rank in others:
+                    self.assertIn(f"rank {culprit}", started.err(rank))
+        # A signal to one stage stops all, and one process goes on alone.
+        with self.ranks(3, recipe, "a", *own[:-4], "--ranks.pipeline", "3") as started:
+            started.wait_for(0, "\nstep")
+            started.processes[2].send_signal(signal.SIGTERM)
+            self.assertEqual(started.wait(60), [130] * 3)
+        self.train(recipe, "a", *flags, *devices)
+        self.check_same_as("a", "whole")
+
+    def test_a_pipeline_that_cannot_be_is_refused_with_what_can(self):
+        recipe = self.recipe(steps=3)
+        for flags, text in ((["--ranks.pipeline", "3"], "ranks.pipeline is 3, and there are 2 ranks"),
+                            (["--ranks.pipeline", "2", "--train.accumulation", "1"], "Set it to 2 or a multiple"),
+                            (["--ranks.pipeline", "2", "--memory.activations", "offload"], "Set it to \"recompute\""),
+                            (["--ranks.pipeline", "2", "--memory.host", "50MiB"], "of more stages each has less"),
+                            (["--ranks.tensor", "2"], "divide the layers with ranks.pipeline")):
+            with self.subTest(flags), self.ranks(2, recipe, "a", *flags) as ranks:
+                self.assertTrue(all(code in (1, 2) for code in ranks.wait(60)))
+                self.assertIn(text, ranks.err(0) + ranks.err(1))
+        self.assertIn("ranks.pipeline is 2, and there is one process",
+                      self.train(recipe, "a", "--ranks.pipeline", "2", code=2))
 
     def test_whoever_dies_is_named_and_any_number_of_ranks_goes_on(self):
         starts = 1 + (KILLS - 1) // 4

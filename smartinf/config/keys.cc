@@ -273,6 +273,13 @@ constexpr auto kKeys = std::to_array<Key>({
         "order in which the gradients of a step's micro batches are added up: \"fixed\": one that "
         "gives the same bits with any number of ranks; \"auto\": the same with several ranks, and "
         "in one process one after the other, which takes less memory"),
+    SI_KEY(
+        "ranks.pipeline", &r.options.ranks.pipeline,
+        "stages that the layers are divided into (docs/pipeline.md): each rank has the layers and "
+        "the state of one stage, and ranks / stages of them share the micro batches; 1: every "
+        "rank computes the whole model"),
+    SI_KEY("ranks.tensor", &r.options.ranks.tensor,
+           "1: matrices are not divided among ranks; nothing else is possible"),
     SI_KEY("ranks.timeout", &r.options.ranks.timeout_s,
            "seconds that the ranks wait for a rank that ended, stands still or does not come; then "
            "all others end and name it"),

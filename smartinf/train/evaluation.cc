@@ -27,10 +27,10 @@ Result<double> TorchTrainer::mean_loss(const Windows& from, const std::string& w
     double targets = 0;
   };
   const uint64_t batches = base::divide_up(wanted, rows);
-  const uint64_t turns = base::divide_up(batches, ranks_.world());
+  const uint64_t turns = base::divide_up(batches, replicas());
   std::vector<Part> parts(turns);
   for (uint64_t turn = 0; turn < turns; ++turn) {
-    const uint64_t number = turn * ranks_.world() + ranks_.rank();
+    const uint64_t number = turn * replicas() + pipeline_.stages.replica(ranks_.rank());
     const uint64_t first = number < batches ? number * rows : 0;
     std::vector<uint64_t> windows;
     for (uint64_t i = first; i < std::min(first + rows, wanted); ++i) {
@@ -44,7 +44,7 @@ Result<double> TorchTrainer::mean_loss(const Windows& from, const std::string& w
   double sum = 0;
   double weights = 0;
   for (uint64_t number = 0; number < batches; ++number) {
-    const Part& part = all[number % ranks_.world() * turns + number / ranks_.world()];
+    const Part& part = all[rank_of_head(number % replicas()) * turns + number / replicas()];
     if (part.targets == 0) continue;
     // In windows, as far as they count.
     const double weight = part.targets / options_.data.sequence;
@@ -134,8 +134,9 @@ Result<std::vector<std::vector<int64_t>>> TorchTrainer::sample(
   return together("sample", [&]() -> Result<Sampled> {
     const TrainOptions& train = options_.train;
     SI_ASSIGN_OR_RETURN(const Sampled of_first, first_ranks_prompts(prompts));
-    // The others are needed only where they have to bring weights.
-    if (of_first.empty() || !(ranks_.first() || weights_.stream().streams())) return Sampled();
+    // The others are needed only where they have to bring weights, or compute their stages.
+    const bool with_others = weights_.stream().streams() || pipeline_.on();
+    if (of_first.empty() || !(ranks_.first() || with_others)) return Sampled();
     DecodeOptions options;
     options.tokens = train.sample_tokens;
     options.positions = options_.data.sequence;
@@ -145,7 +146,7 @@ Result<std::vector<std::vector<int64_t>>> TorchTrainer::sample(
     const std::vector<int64_t> end_tokens = options.end_tokens;
     if (ranks_.alone()) {
       options.stop = std::move(stop);
-    } else if (weights_.stream().streams()) {
+    } else if (with_others) {
       options.end_tokens.clear();  // as many passes on each rank, whatever it draws
     }
     Sampled made(of_first.size());

@@ -20,7 +20,8 @@ using torch::Tensor;
 
 LayerStream::LayerStream(engine::WeightSource& source, const Model& model,
                          const CopyStreams& streams, base::DataType type,
-                         const plan::UnitPlacement& placement, bool several_ranks)
+                         const plan::UnitPlacement& placement, bool several_ranks,
+                         std::span<const uint32_t> only)
     : source_(source),
       model_(model),
       streams_(streams),
@@ -38,13 +39,21 @@ LayerStream::LayerStream(engine::WeightSource& source, const Model& model,
     const plan::Subgroup last = source.subgroup_at(host_elements_ - 1);
     host_elements_ = last.first + last.count;
   }
-  host_N_ = torch::empty({elements(host_elements_)}, host);
+  if (only.empty()) add_region(0, host_elements_);
+  for (const uint32_t unit : only) {
+    const plan::Subgroup last = source.subgroup_at(units[unit].end() - 1);
+    add_region(source.subgroup_at(units[unit].first).first, last.first + last.count);
+  }
+  host_elements_ = regions_.back().end;
+  const uint64_t in_memory = regions_.back().at + host_elements_ - regions_.back().first;
+  host_N_ = torch::empty({elements(in_memory)}, host);
   const bool copies = beside && !streams.in_place();
   resident_elements_ =
       plan::elements_of(units, copies ? placement.on_accelerator : placement.in_memory);
+  resident_elements_ = std::min(resident_elements_, host_elements_);
   accelerator_N_ = host_N_;
   if (copies) {
-    accelerator_N_ = torch::empty({elements(resident_elements_)},
+    accelerator_N_ = torch::empty({elements(only.empty() ? resident_elements_ : in_memory)},
                                   host.pinned_memory(false).device(streams.device()));
   } else if (beside && host_elements_ > 0) {
     accelerator_N_ = computed_with(host_N_.data_ptr(), host_elements_);
@@ -54,6 +63,7 @@ LayerStream::LayerStream(engine::WeightSource& source, const Model& model,
     arrived_there_.emplace(streams.event());
   }
   for (size_t unit = 0; unit < units.size() && units[unit].end() <= resident_elements_; ++unit) {
+    if (!only.empty() && std::ranges::find(only, unit) == only.end()) continue;
     weights_[unit] = model.weights_of(unit, part(accelerator_N_, units[unit]));
   }
   for (const plan::Unit& unit : units) unit_elements_.push_back(unit.count);
@@ -78,7 +88,7 @@ LayerStream::LayerStream(engine::WeightSource& source, const Model& model,
     };
     window_ = std::make_unique<engine::LayerWindow>(source, std::move(window));
   }
-  if (copies && resident_elements_ < units.back().end()) {
+  if (copies && only.empty() && resident_elements_ < units.back().end()) {
     const auto streamed = std::span(unit_elements_).subspan(placement.on_accelerator);
     for (const uint64_t size : plan::slot_sizes(streamed, placement.accelerator_slots)) {
       add_accelerator_slot(size);
@@ -99,8 +109,27 @@ void LayerStream::close() {
   window_.reset();
 }
 
+void LayerStream::add_region(uint64_t first, uint64_t end) {
+  if (!regions_.empty() && first <= regions_.back().end) {
+    regions_.back().end = std::max(regions_.back().end, end);
+    return;
+  }
+  const uint64_t at =
+      regions_.empty() ? 0 : regions_.back().at + regions_.back().end - regions_.back().first;
+  regions_.push_back({first, end, at});
+}
+
+const LayerStream::Region* LayerStream::region_of(uint64_t element) const {
+  for (const Region& region : regions_) {
+    if (region.has(element)) return &region;
+  }
+  return nullptr;
+}
+
 Tensor LayerStream::part(const Tensor& weights_N, const plan::Unit& unit) const {
-  return weights_N.narrow(0, static_cast<int64_t>(unit.first), static_cast<int64_t>(unit.count));
+  const Region& region = *region_of(unit.first);
+  return weights_N.narrow(0, static_cast<int64_t>(region.at + unit.first - region.first),
+                          static_cast<int64_t>(unit.count));
 }
 
 Status LayerStream::load() {
@@ -114,8 +143,10 @@ Status LayerStream::load() {
 }
 
 void* LayerStream::weights_at(uint64_t element) const {
-  if (element >= host_elements_) return nullptr;
-  return static_cast<std::byte*>(host_N_.data_ptr()) + element * base::data_type_bytes(type_);
+  const Region* region = region_of(element);
+  if (region == nullptr) return nullptr;
+  return static_cast<std::byte*>(host_N_.data_ptr()) +
+         (region->at + element - region->first) * base::data_type_bytes(type_);
 }
 
 void LayerStream::updated() {
@@ -144,16 +175,22 @@ Status LayerStream::arrive_in_host(uint64_t end) {
 }
 
 Status LayerStream::arrive(uint64_t end) {
+  end = std::min(end, resident_elements_);
   SI_RETURN_IF_ERROR(arrive_in_host(end));
   if (end <= arrived_) return Status();
   if (streams_.beside() && !streams_.in_place()) {
-    const plan::Unit some{arrived_, end - arrived_};
     {
       const c10::StreamGuard guard(streams_.up());
       old_used_->block(streams_.up());
-      // variable_data(): autograd does not take this for a change of what the units before have
-      // kept for backward.
-      part(accelerator_N_.variable_data(), some).copy_(part(host_N_, some), /*non_blocking=*/true);
+      for (const Region& region : regions_) {
+        const uint64_t first = std::max(arrived_, region.first);
+        if (first >= std::min(end, region.end)) continue;
+        const plan::Unit some{first, std::min(end, region.end) - first};
+        // variable_data(): autograd does not take this for a change of what the units before have
+        // kept for backward.
+        part(accelerator_N_.variable_data(), some)
+            .copy_(part(host_N_, some), /*non_blocking=*/true);
+      }
       arrived_there_->record(streams_.up());
     }
     arrived_there_->block(streams_.current());

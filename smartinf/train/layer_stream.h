@@ -31,10 +31,11 @@ class LayerStream final : public TrainedWeights {
   /// All memory is allocated here; beside an accelerator the host's is pinned. `source` lives
   /// until close(), `model` and `streams` longer than this. several_ranks: share the source, so
   /// that all have to ask it for the same in the same order, whenever their copies to the
-  /// accelerator end.
+  /// accelerator end. only: units that alone are computed with, ascending, where all stay where the
+  /// model computes; empty: all.
   LayerStream(engine::WeightSource& source, const Model& model, const CopyStreams& streams,
-              base::DataType type, const plan::UnitPlacement& placement,
-              bool several_ranks = false);
+              base::DataType type, const plan::UnitPlacement& placement, bool several_ranks = false,
+              std::span<const uint32_t> only = {});
   ~LayerStream() override { close(); }
   /// Waits for what is being read; nothing but the destructor is called afterwards. Its memory,
   /// into which an update may write, stays until then.
@@ -69,6 +70,17 @@ class LayerStream final : public TrainedWeights {
     c10::Event used;         // recorded where the model computes
   };
 
+  /// Elements of the space that are in memory, whole subgroups.
+  struct Region {
+    uint64_t first = 0;
+    uint64_t end = 0;
+    uint64_t at = 0;  // element of host_N_
+
+    bool has(uint64_t element) const { return element >= first && element < end; }
+  };
+  void add_region(uint64_t first, uint64_t end);
+  /// Null where an element is not in memory.
+  const Region* region_of(uint64_t element) const;
   base::Status arrive(uint64_t end);
   base::Status arrive_in_host(uint64_t end);
   bool is_at_hand(uint32_t unit) const;
@@ -89,7 +101,8 @@ class LayerStream final : public TrainedWeights {
   const base::DataType type_;
   const plan::UnitPlacement placement_;
   const bool several_ranks_;
-  uint64_t host_elements_ = 0;        // whole subgroups
+  std::vector<Region> regions_;       // ascending
+  uint64_t host_elements_ = 0;        // end of the last region
   uint64_t resident_elements_ = 0;    // where the model computes
   torch::Tensor host_N_;              // where updates arrive; pinned beside an accelerator
   torch::Tensor accelerator_N_;       // resident: the same tensor without an accelerator

@@ -1,12 +1,14 @@
 #include "smartinf/train/memory_plan.h"
 
 #include <algorithm>
+#include <utility>
 
 #include <fmt/format.h>
 
 #include "smartinf/base/units.h"
 #include "smartinf/engine/memory.h"
 #include "smartinf/model/config_counts.h"
+#include "smartinf/plan/pipeline_schedule.h"
 #include "smartinf/train/frozen_weights.h"
 
 namespace smartinf::train {
@@ -60,6 +62,28 @@ MemoryLimits memory_limits(const MemoryOptions& options, const AcceleratorMemory
   return limits;
 }
 
+namespace {
+
+/// What a rank of a pipeline has of the model, and how much of it at once.
+void take_stage(const plan::Pipeline& pipeline, plan::TrainingMemoryInput& memory) {
+  plan::TrainingModel& model = memory.model;
+  const uint64_t layers = std::exchange(model.layers, 0);
+  model.parameters = 0;
+  for (const uint32_t unit : pipeline.units(model.tied)) {
+    model.parameters += memory.units[unit].count;
+    model.layers += memory.units[unit].layers;
+  }
+  model.adapters = model.adapters * model.layers / layers;
+  if (!pipeline.last()) model.vocabulary = 0;
+  const uint64_t batches = base::divide_up(memory.accumulation, pipeline.stages.replicas);
+  memory.ranks = pipeline.stages.replicas;
+  memory.in_flight =
+      plan::pipeline_in_flight(pipeline.stages.count(), pipeline.stage(), batches, pipeline.ahead);
+  memory.messages = 4 * (1 + pipeline.ahead);
+}
+
+}  // namespace
+
 plan::DeviceSharing device_sharing(const engine::UpdaterOptions& updater, uint32_t world) {
   std::vector<uint32_t> ranks;
   for (const engine::DeviceOptions& device : updater.devices) ranks.push_back(device.rank);
@@ -69,7 +93,8 @@ plan::DeviceSharing device_sharing(const engine::UpdaterOptions& updater, uint32
 base::Result<plan::TrainingPlan> plan_run(const model::Architecture& model, const Options& options,
                                           const engine::UpdaterOptions& updater,
                                           const plan::ParameterSpace& space,
-                                          const MemoryLimits& limits, uint32_t world) {
+                                          const MemoryLimits& limits, uint32_t world,
+                                          const plan::Pipeline& pipeline) {
   const AcceleratorMemory& accelerator = limits.accelerator;
   plan::TrainingPlanInput input;
   plan::TrainingMemoryInput& memory = input.memory;
@@ -82,6 +107,7 @@ base::Result<plan::TrainingPlan> plan_run(const model::Architecture& model, cons
   memory.ranks = world;
   memory.sums_by_tree = options.ranks.order == SumOrder::kFixed;
   memory.units = model::make_units(model);
+  if (pipeline.on()) take_stage(pipeline, memory);
   memory.gradient_copies_elements = plan::gradient_copies_elements(memory.model, memory.units);
   const uint64_t beside =
       accelerator.unified  // what it takes of the host's memory
@@ -130,6 +156,16 @@ base::Result<plan::TrainingPlan> plan_run(const model::Architecture& model, cons
   }
   input.activations = options.memory.activations;
   input.streams = can_stream(options, updater);
+  if (pipeline.on()) {
+    input.gradient_bytes = std::max<uint64_t>(
+        input.gradient_bytes,
+        base::data_type_bytes(updater.gradient_type) *
+            (options.lora.on() ? memory.model.adapters : memory.model.parameters));
+    input.streams =
+        base::Status(base::ErrorCode::kUnsupported,
+                     "a stage of a pipeline keeps its weights and activations in memory (of more "
+                     "stages each has less)");
+  }
   input.host_limit_bytes = limits.host_bytes;
   if (memory.gpu) input.accelerator_limit_bytes = limits.accelerator_bytes;
   return plan::plan_training(input);

@@ -10,6 +10,7 @@
 #include "smartinf/model/architecture.h"
 #include "smartinf/plan/parameter_space.h"
 #include "smartinf/plan/rank_share.h"
+#include "smartinf/plan/stages.h"
 #include "smartinf/plan/training_memory.h"
 #include "smartinf/train/options.h"
 
@@ -38,12 +39,13 @@ MemoryLimits memory_limits(const MemoryOptions& options, const AcceleratorMemory
                            uint32_t local_world = 1);
 
 /// updater.devices have the ranks that drive them, of `world`. One plan for all ranks: of what the
-/// rank with the most devices and micro batches needs. Errors: kOutOfMemory with what is needed and
-/// what is allowed.
+/// rank with the most devices and micro batches needs; but of a pipeline each rank's own. Errors:
+/// kOutOfMemory with what is needed and what is allowed.
 base::Result<plan::TrainingPlan> plan_run(const model::Architecture& model, const Options& options,
                                           const engine::UpdaterOptions& updater,
                                           const plan::ParameterSpace& space,
-                                          const MemoryLimits& limits, uint32_t world = 1);
+                                          const MemoryLimits& limits, uint32_t world = 1,
+                                          const plan::Pipeline& pipeline = {});
 
 plan::DeviceSharing device_sharing(const engine::UpdaterOptions& updater, uint32_t world);
 

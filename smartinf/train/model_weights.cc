@@ -18,7 +18,7 @@ Status ModelWeights::load(engine::Updater& updater, const Layout& layout) {
   engine::WeightSource* source = &updater;
   if (frozen()) source = frozen_.get();
   stream_ = std::make_unique<LayerStream>(*source, *model_, copies_, type_, layout.placement,
-                                          layout.several_ranks);
+                                          layout.several_ranks, layout.only);
   trained_ = stream_.get();
   if (frozen()) {
     adapters_ = std::make_unique<Adapters>(updater, layout.targets, layout.lora, model_->units(),

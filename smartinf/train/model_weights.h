@@ -43,6 +43,7 @@ class ModelWeights {
     const model::LoraOptions& lora;
     const plan::UnitPlacement& placement;
     bool several_ranks = false;
+    std::span<const uint32_t> only = {};  // units of this rank's stage; empty: all
   };
   /// Makes the model and takes the committed step's weights into memory. The updater lives until
   /// close(). Errors: the devices'; torch throws.

@@ -190,6 +190,16 @@ Status validate(const CheckpointSchedule& checkpoint) {
 }
 
 Status validate(const RankOptions& ranks) {
+  SI_RETURN_IF_ERROR(within("ranks.pipeline", ranks.pipeline, 1, 1024));
+  if (ranks.tensor != 1) {
+    return wrong(
+        "ranks.tensor",
+        fmt::format("is {}: matrices are not divided among ranks, because sums of parts "
+                    "would have other bits for each number of ranks, and every layer "
+                    "would exchange as much as a whole stage does, with nothing to hide it",
+                    ranks.tensor),
+        "Leave it out, and divide the layers with ranks.pipeline");
+  }
   return within("ranks.timeout", ranks.timeout_s, 1.0, 1e6);
 }
 

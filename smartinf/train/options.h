@@ -169,6 +169,8 @@ constexpr base::EnumNames enum_names(SumOrder) { return kSumOrderNames; }
 struct RankOptions {
   double timeout_s = 1200;
   SumOrder order = SumOrder::kAuto;
+  uint32_t pipeline = 1;  // stages of layers, each computed by equally many ranks
+  uint32_t tensor = 1;    // refused above
 };
 
 struct Options {

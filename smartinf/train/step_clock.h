@@ -36,7 +36,8 @@ class StepClock {
   void report(StepReport& report, double waited_s) {
     const double before_s = std::exchange(after_step_s_, 0);
     report.seconds = static_cast<double>(end_ns_ - begin_ns_) * 1e-9 + before_s;
-    report.update_s = report.seconds - report.forward_s - report.backward_s;
+    report.update_s =
+        report.seconds - report.forward_s - report.backward_s - report.pipeline_wait_s;
     report.exposed_s = std::exchange(commit_waited_s_, 0) + waited_s - weights_waited_s_ + before_s;
     report.phases.push_back({"update", update_ns_, end_ns_});
   }

@@ -79,8 +79,7 @@ Status StepGradients::put_sums() {
     of_rank.trees = gradient.trees;
     of_rank.type = options_.leaf_type;
     of_rank.nodes = nodes;
-    SI_RETURN_IF_ERROR(updater_.put_gradient_sums(
-        gradient.first, static_cast<uint64_t>(sums.front().numel()), of_rank));
+    SI_RETURN_IF_ERROR(updater_.put_gradient_sums(gradient.first, gradient.count, of_rank));
   }
   return Status();
 }

@@ -41,6 +41,10 @@ std::string StepReport::to_json() const {
     line["ranks_received_bytes"] = traffic.ranks.up_total();
     line["ranks_sent_bytes"] = traffic.ranks.down_total();
   }
+  if (pipeline) {
+    line["pipeline_sent_bytes"] = pipeline_sent_bytes;
+    line["pipeline_wait_s"] = pipeline_wait_s;
+  }
   for (size_t d = 0; d < traffic.devices.size(); ++d) {
     const base::TrafficReading& host = traffic.host_link_by_device[d];
     const base::TrafficReading& store = traffic.store_by_device[d];

@@ -31,11 +31,15 @@ struct StepReport {
   double forward_s = 0;  // without what it waited for weights
   double backward_s = 0;
   double update_s = 0;   // all else: gradients handed over, updates waited for
+  double pipeline_wait_s = 0;  // for other stages' messages; in none of the others
   double exposed_s = 0;  // of it, what the step waited for: weights, or the commit before it
   std::string_view overlap = "none";  // the overlap of its update: none, late or early
   bool wrong_guess = false;           // an early update was done again
 
   engine::UpdaterTraffic traffic;  // since the report before this one
+
+  uint64_t pipeline_sent_bytes = 0;  // to other stages
+  bool pipeline = false;             // the two are given
 
   // Figures of compressed gradients; 0 without.
   uint64_t compressed_bytes = 0;  // that were sent

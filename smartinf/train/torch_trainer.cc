@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <string_view>
 
 #include <nlohmann/json.hpp>
 
@@ -131,7 +132,7 @@ Status TorchTrainer::compute_gradients(std::span<const Batch> batches, const std
   };
   pass.micro_batches = train.accumulation;
   pass.mine = mine_;
-  pass.by_tree = !ranks_.alone() || options_.ranks.order == SumOrder::kFixed;
+  pass.by_tree = replicas() > 1 || options_.ranks.order == SumOrder::kFixed;
   pass.take_gradient = [this](UnitPass::Gradient gradient) {
     if (layer_stats_ != nullptr) {
       layer_stats_->add_gradient(gradient.first, gradient.sums.front());
@@ -139,7 +140,10 @@ Status TorchTrainer::compute_gradients(std::span<const Batch> batches, const std
     gradients_->take(std::move(gradient));
   };
   // Where units do not stay, each of them does all micro batches before the next one comes.
-  const size_t at_once = plan_.streams ? batches.size() : 1;
+  const size_t at_once = plan_.streams || pipeline_.on() ? batches.size() : 1;
+  const StageLink* link = pass_->link();
+  const double link_waited_s = link != nullptr ? link->waited_s() : 0;
+  const uint64_t link_sent = link != nullptr ? link->sent_bytes() : 0;
   std::vector<double> losses;
   for (size_t i = 0; i < batches.size(); i += at_once) {
     const std::span<const Batch> together = batches.subspan(i, at_once);
@@ -148,7 +152,19 @@ Status TorchTrainer::compute_gradients(std::span<const Batch> batches, const std
     pass.first = mine_.begin + i;
     pass.times_forward = offload_choice_ && !offload_choice_->decided();
     for (const double loss : pass_->train(together, pass)) losses.push_back(loss);
+    if (link != nullptr) break;
     clock_.passed(report, forward_ns, pass_->backward_began_ns(), weights_.waited_s() - waited_s);
+  }
+  if (link != nullptr) {
+    for (const Phase& phase : pass_->stage_phases()) {
+      const bool forward = phase.name == std::string_view("forward");
+      (forward ? report.forward_s : report.backward_s) +=
+          static_cast<double>(phase.end_ns - phase.begin_ns) * 1e-9;
+      report.phases.push_back(phase);
+    }
+    report.pipeline = true;
+    report.pipeline_wait_s = link->waited_s() - link_waited_s;
+    report.pipeline_sent_bytes = link->sent_bytes() - link_sent;
   }
   SI_ASSIGN_OR_RETURN(losses, losses_of_all(losses));
   for (const double loss : losses) report.loss += loss / accumulation;
@@ -239,7 +255,7 @@ Result<std::vector<Batch>> TorchTrainer::next_batches(const std::stop_token& sto
   targets = 0;
   bool stops = false;
   for (size_t rank = 0; rank < ranks_.world(); ++rank) {
-    targets += all[2 * rank];
+    if (rank < replicas()) targets += all[2 * rank];  // the other stages have the same
     stops = stops || all[2 * rank + 1] != 0;
   }
   if (stops) return Status(ErrorCode::kCancelled, "stopped before the step began");
@@ -249,14 +265,14 @@ Result<std::vector<Batch>> TorchTrainer::next_batches(const std::stop_token& sto
 Result<std::vector<double>> TorchTrainer::losses_of_all(std::span<const double> mine) const {
   if (ranks_.alone()) return std::vector<double>(mine.begin(), mine.end());
   const uint64_t count = options_.train.accumulation;
-  const auto most = static_cast<size_t>(base::divide_up(count, ranks_.world()));
+  const auto most = static_cast<size_t>(base::divide_up(count, replicas()));
   std::vector<double> padded(mine.begin(), mine.end());
   padded.resize(most);
   SI_ASSIGN_OR_RETURN(const std::vector<double> all, ranks_.all<double>(padded));
   std::vector<double> losses;
-  for (uint32_t rank = 0; rank < ranks_.world(); ++rank) {
-    const auto from = all.begin() + static_cast<std::ptrdiff_t>(rank * most);
-    const auto of_rank = plan::micro_batches_of(count, rank, ranks_.world()).size();
+  for (uint32_t replica = 0; replica < replicas(); ++replica) {
+    const auto from = all.begin() + static_cast<std::ptrdiff_t>(rank_of_head(replica) * most);
+    const auto of_rank = plan::micro_batches_of(count, replica, replicas()).size();
     losses.insert(losses.end(), from, from + static_cast<std::ptrdiff_t>(of_rank));
   }
   return losses;
@@ -377,8 +393,9 @@ std::vector<std::string> TorchTrainer::describe() const {
   }
   for (std::string& line : updater_->describe_devices()) lines.push_back("state: " + line);
   if (!compression_.empty()) lines.push_back("gradients: " + compression_);
+  lines.insert(lines.end(), stage_lines_.begin(), stage_lines_.end());
   for (std::string& line : describe_plan(plan_, source_.architecture)) {
-    lines.push_back(std::move(line));
+    if (stage_lines_.empty()) lines.push_back(std::move(line));
   }
   lines.insert(lines.end(), run_.notices.begin(), run_.notices.end());
   return lines;

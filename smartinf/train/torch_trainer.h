@@ -14,6 +14,7 @@
 #include <torch/types.h>
 
 #include "smartinf/engine/updater.h"
+#include "smartinf/plan/stages.h"
 #include "smartinf/train/corpus.h"
 #include "smartinf/train/guarded.h"
 #include "smartinf/train/layer_stats.h"
@@ -39,7 +40,8 @@ class TorchTrainer final : public Trainer {
   /// targets: of adapters; empty: the model's own weights are trained.
   TorchTrainer(Options options, ModelSource source, std::vector<model::LoraTarget> targets,
                Corpus corpus, RunFolder folder, GroupedParameters parameters,
-               torch::Device accelerator, plan::TrainingPlan plan, Ranks ranks)
+               torch::Device accelerator, plan::TrainingPlan plan, plan::Pipeline pipeline,
+               std::vector<std::string> stage_lines, Ranks ranks)
       : options_(std::move(options)),
         source_(std::move(source)),
         targets_(std::move(targets)),
@@ -47,8 +49,11 @@ class TorchTrainer final : public Trainer {
         space_(std::move(parameters.space)),
         groups_(std::move(parameters.groups)),
         plan_(std::move(plan)),
+        pipeline_(std::move(pipeline)),
+        stage_lines_(std::move(stage_lines)),
         ranks_(std::move(ranks)),
-        mine_(plan::micro_batches_of(options_.train.accumulation, ranks_.rank(), ranks_.world())),
+        mine_(plan::micro_batches_of(options_.train.accumulation,
+                                     pipeline_.stages.replica(ranks_.rank()), replicas())),
         run_(std::move(folder)),
         weights_(accelerator, precision_data_type(options_.train.precision)),
         overlap_(options_.train.where == OptimizerWhere::kMemory ? Overlap::kNone
@@ -96,6 +101,15 @@ class TorchTrainer final : public Trainer {
     return result.status();
   }
 
+  /// Ranks that share the micro batches of a step.
+  uint32_t replicas() const { return pipeline_.stages.replicas; }
+  /// The rank that has the losses of a replica.
+  uint32_t rank_of_head(uint64_t replica) const {
+    return ranks_.world() - replicas() + static_cast<uint32_t>(replica);
+  }
+  /// Elements of what is trained by the ranks that compute with them; empty: all of them.
+  std::vector<plan::RankSpan> spans_of_stages() const;
+  std::optional<UnitPass::Stage> make_stage() const;
   base::Result<Batch> read_batch(const Windows& from, std::span<const uint64_t> windows) const;
   /// The micro batches of the next step that this rank computes. targets: of all ranks'. Errors:
   /// kCancelled where several ranks have to stop.
@@ -156,6 +170,8 @@ class TorchTrainer final : public Trainer {
   plan::ParameterSpace space_;  // of what is trained
   std::vector<ParameterGroup> groups_;
   plan::TrainingPlan plan_;
+  plan::Pipeline pipeline_;
+  std::vector<std::string> stage_lines_;  // text about it; empty without
   Ranks ranks_;
   plan::MicroBatchRange mine_;  // of a step
 

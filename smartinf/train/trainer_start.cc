@@ -16,6 +16,7 @@
 #include "smartinf/engine/local_source.h"
 #include "smartinf/engine/new_run.h"
 #include "smartinf/model/weight_files.h"
+#include "smartinf/plan/pipeline_schedule.h"
 #include "smartinf/train/accelerator.h"
 #include "smartinf/train/adapter_base.h"
 #include "smartinf/train/initial_weights.h"
@@ -188,6 +189,7 @@ Status TorchTrainer::open_devices(const Job& job, const RunStart& run_start) {
   const base::StepNumber trained = run_start.discard ? 0 : logged;
   engine::UpdaterOptions options = job.updater;
   options.collectives = ranks_.collectives();
+  options.stages = spans_of_stages();
   if (!ranks_.alone()) share_cores(options, ranks_);
   options.where = options_.train.where == OptimizerWhere::kHost ? engine::UpdateWhere::kHost
                                                                 : engine::UpdateWhere::kDevice;
@@ -357,14 +359,62 @@ Status TorchTrainer::start(const Job& job, const RunStart& run_start) {
   return Status();
 }
 
+std::vector<plan::RankSpan> TorchTrainer::spans_of_stages() const {
+  const model::Architecture& model = source_.architecture;
+  const std::vector<plan::Unit> units = model::make_units(model);
+  if (!pipeline_.on()) return {};
+  if (targets_.empty()) {
+    return plan::rank_spans(pipeline_.stages, units,
+                            model.tied_head ? uint64_t{model.vocabulary} * model.width : 0);
+  }
+  std::vector<plan::RankSpan> spans;  // of adapters, which lie in the order of layers
+  for (const model::LoraTarget& target : targets_) {
+    const auto unit = std::ranges::find_if(units, [&](const plan::Unit& one) {
+      return target.layer >= one.first_layer && target.layer < one.first_layer + one.layers;
+    });
+    const uint32_t first = pipeline_.stages.of_unit(static_cast<uint32_t>(unit - units.begin())) *
+                           pipeline_.stages.replicas;
+    const uint64_t end = target.first_b + options_.lora.rank * target.out;
+    if (spans.empty() || spans.back().first_rank != first) {
+      spans.push_back({target.first_a, 0, first, pipeline_.stages.replicas});
+    }
+    spans.back().count = end - spans.back().first;
+  }
+  return spans;
+}
+
+std::optional<UnitPass::Stage> TorchTrainer::make_stage() const {
+  if (!pipeline_.on()) return std::nullopt;
+  const uint32_t stages = pipeline_.stages.count();
+  const uint32_t stage = pipeline_.stage();
+  StageLink::Ends ends;
+  for (uint32_t one = 0; one < stages; ++one) {
+    ends.column.push_back(one * replicas() + pipeline_.stages.replica(ranks_.rank()));
+  }
+  if (stage > 0) ends.before = ends.column[stage - 1];
+  if (!pipeline_.last()) ends.behind = ends.column[stage + 1];
+  const uint64_t first_in_flight =
+      plan::pipeline_in_flight(stages, 0, mine_.size(), pipeline_.ahead);
+  UnitPass::Stage made;
+  made.begin = pipeline_.begin();
+  made.end = pipeline_.end();
+  made.actions = plan::pipeline_actions(stages, stage, mine_.size(), pipeline_.ahead);
+  made.at_once = 1 + pipeline_.ahead;
+  made.link = std::make_unique<StageLink>(ranks_.collectives(), std::move(ends),
+                                          weights_.tensor_options(), first_in_flight);
+  return made;
+}
+
 Status TorchTrainer::make_pass(base::DataType gradient_type) {
   constexpr size_t kSmallPages = 64 * base::kKiB;
   // Where much of what a layer makes is dropped while small parts of it stay.
   const bool keeps_beside_adapters = options().lora.on() && !plan_.recompute;
   if (plan_.saved_bytes > 0 || keeps_beside_adapters) give_pages_to_tensors_of(kSmallPages);
+  std::vector<uint32_t> stage_units;
+  if (pipeline_.on()) stage_units = pipeline_.units(source_.architecture.tied_head);
   SI_RETURN_IF_ERROR(weights_.load(
       *updater_, {source_.architecture, options_.data.sequence, targets_, options_.lora,
-                  plan_.placement, /*several_ranks=*/!ranks_.alone()}));
+                  plan_.placement, /*several_ranks=*/!ranks_.alone(), stage_units}));
   std::optional<SpooledBuffers> inputs;
   std::optional<SpooledBuffers> saved;
   Status spools;
@@ -388,9 +438,9 @@ Status TorchTrainer::make_pass(base::DataType gradient_type) {
     offload_choice_.emplace(
         OffloadChoice::Entries{offloaded, saved->in_memory(), saved->bytes_max(), rates});
   }
-  pass_ =
-      std::make_unique<UnitPass>(weights_.model(), weights_.stream(), weights_.adapters(),
-                                 plan_.recompute, UnitInputs(std::move(inputs)), std::move(saved));
+  pass_ = std::make_unique<UnitPass>(weights_.model(), weights_.stream(), weights_.adapters(),
+                                     plan_.recompute, UnitInputs(std::move(inputs)),
+                                     std::move(saved), make_stage());
   pass_->offload(offload_choice_ ? offload_choice_->offloaded() : offloaded);
   std::unique_ptr<GradientCopies> copies;
   if (!weights_.accelerator().is_cpu() && ranks_.alone()) {
@@ -421,6 +471,8 @@ struct Prepared {
   GroupedParameters parameters;
   torch::Device accelerator;
   plan::TrainingPlan plan;
+  plan::Pipeline pipeline;
+  std::vector<std::string> stage_lines;  // for people; empty without a pipeline
 };
 
 /// Before there is a state that could not be gone on with. The devices' own reasons come later.
@@ -436,6 +488,86 @@ Status check_early(const Job& job) {
   if (why.empty()) return Status();
   return Status(ErrorCode::kUnsupported, fmt::format("optimizer.overlap is \"early\", but {}", why),
                 "Set it to \"auto\" or \"late\"");
+}
+
+/// Stages of equal computing, as far as whole units allow.
+Result<plan::Stages> divide(const model::Architecture& model, const Options& options,
+                            uint32_t world) {
+  const std::vector<plan::Unit> units = model::make_units(model);
+  const auto count = static_cast<uint32_t>(units.size());
+  const uint32_t stages = options.ranks.pipeline;
+  if (count < stages) {
+    return Status(ErrorCode::kInvalidArgument,
+                  fmt::format("ranks.pipeline is {}, but the model has {} parts to divide: the "
+                              "embedding, {} groups of layers and the head",
+                              stages, count, count - 2),
+                  fmt::format("Set it to {} at most", count));
+  }
+  const plan::StageCosts costs{units, model.width, uint64_t{model.vocabulary} * model.width,
+                               options.data.sequence};
+  plan::Stages divided;
+  divided.replicas = world / stages;
+  divided.begin = plan::split_units(count, stages, [&](uint32_t first, uint32_t end) {
+    double sum = 0;
+    for (uint32_t unit = first; unit < end; ++unit) sum += plan::unit_cost(costs, unit);
+    return sum;
+  });
+  return divided;
+}
+
+/// What stays in memory of a stage, on every rank for itself: as many micro batches under way as
+/// all have memory for, before anything is computed again for it.
+Result<plan::TrainingPlan> plan_stage(const Job& job, const Options& options,
+                                      const model::Architecture& model,
+                                      const plan::ParameterSpace& space, const MemoryLimits& limits,
+                                      plan::Pipeline& pipeline) {
+  enum Cost : uint64_t { kKeeps, kRecomputes, kDoesNotFit };
+  std::vector<Result<plan::TrainingPlan>> plans;
+  std::vector<uint64_t> mine;
+  for (uint32_t ahead = 0; ahead <= plan::kPipelineAheadMax; ++ahead) {
+    pipeline.ahead = ahead;
+    plans.push_back(
+        plan_run(model, options, job.updater, space, limits, job.ranks.world(), pipeline));
+    mine.push_back(!plans.back().ok() ? kDoesNotFit
+                                      : (plans.back()->recompute ? kRecomputes : kKeeps));
+  }
+  SI_ASSIGN_OR_RETURN(const std::vector<uint64_t> all, job.ranks.all<uint64_t>(mine));
+  SI_RETURN_IF_ERROR(job.ranks.all_ok("plan of a stage", plans.front().status()));
+  for (pipeline.ahead = plan::kPipelineAheadMax; pipeline.ahead > 0; --pipeline.ahead) {
+    bool costs_nothing = true;
+    for (uint32_t rank = 0; rank < job.ranks.world(); ++rank) {
+      const uint64_t* of = all.data() + rank * mine.size();
+      costs_nothing = costs_nothing && of[pipeline.ahead] == of[0];
+    }
+    if (costs_nothing) break;
+  }
+  return std::move(plans[pipeline.ahead]);
+}
+
+Result<std::vector<std::string>> describe_stages(const plan::Pipeline& pipeline,
+                                                 const plan::TrainingPlan& plan,
+                                                 const model::Architecture& model,
+                                                 const Options& options, const Ranks& ranks) {
+  const std::vector<plan::Unit> units = model::make_units(model);
+  std::string what = pipeline.begin() == 0 ? "the embedding" : "";
+  uint32_t first = 0;
+  uint32_t layers = 0;
+  for (uint32_t unit = pipeline.begin(); unit < pipeline.end(); ++unit) {
+    if (layers == 0) first = units[unit].first_layer;
+    layers += units[unit].layers;
+  }
+  if (layers > 0) {
+    what += fmt::format("{}layers {} to {}", what.empty() ? "" : ", ", first, first + layers - 1);
+  }
+  if (pipeline.last()) what += what.empty() ? "the head" : ", the head";
+  const uint64_t in_flight = plan::pipeline_in_flight(
+      pipeline.stages.count(), pipeline.stage(),
+      base::divide_up(options.train.accumulation, pipeline.stages.replicas), pipeline.ahead);
+  std::string mine = fmt::format(
+      "stage {}, rank {}: {}; {} micro batch{} under way{}", pipeline.stage(), ranks.rank(), what,
+      in_flight, in_flight == 1 ? "" : "es", plan.recompute ? ", computed again in backward" : "");
+  for (const std::string& line : describe_plan(plan, model)) mine += "; " + line;
+  return ranks.all_texts(std::move(mine));
 }
 
 Result<Prepared> prepare(const Job& job) {
@@ -501,7 +633,16 @@ Result<Prepared> prepare(const Job& job) {
   }
   SI_ASSIGN_OR_RETURN(GroupedParameters parameters, group_parameters(space, options.train));
   plan::TrainingPlan plan;
-  if (job.plan.has_value()) {
+  plan::Pipeline pipeline{{{0, 0}, job.ranks.world()}, job.ranks.rank(), 0};
+  std::vector<std::string> stage_lines;
+  if (options.ranks.pipeline > 1) {
+    SI_ASSIGN_OR_RETURN(pipeline.stages, divide(model, options, job.ranks.world()));
+    const MemoryLimits limits =
+        memory_limits(options.memory, memory_of(accelerator), job.ranks.local_world());
+    SI_RETURN_IF_ERROR(least_of_ranks(limits, job.ranks).status());
+    SI_ASSIGN_OR_RETURN(plan, plan_stage(job, options, model, space, limits, pipeline));
+    SI_ASSIGN_OR_RETURN(stage_lines, describe_stages(pipeline, plan, model, options, job.ranks));
+  } else if (job.plan.has_value()) {
     plan = *job.plan;
   } else {
     SI_ASSIGN_OR_RETURN(const MemoryLimits limits,
@@ -511,8 +652,9 @@ Result<Prepared> prepare(const Job& job) {
     SI_ASSIGN_OR_RETURN(plan,
                         plan_run(model, options, job.updater, space, limits, job.ranks.world()));
   }
-  return Prepared{std::move(options),    std::move(source), std::move(targets), std::move(corpus),
-                  std::move(parameters), accelerator,       std::move(plan)};
+  return Prepared{std::move(options), std::move(source),     std::move(targets),
+                  std::move(corpus),  std::move(parameters), accelerator,
+                  std::move(plan),    std::move(pipeline),   std::move(stage_lines)};
 }
 
 }  // namespace
@@ -520,6 +662,7 @@ Result<Prepared> prepare(const Job& job) {
 Result<std::vector<std::string>> Trainer::describe_memory(const Job& job) {
   return guarded("plan", [&]() -> Result<std::vector<std::string>> {
     SI_ASSIGN_OR_RETURN(const Prepared run, prepare(job));
+    if (!run.stage_lines.empty()) return run.stage_lines;
     return describe_plan(run.plan, run.source.architecture);
   });
 }
@@ -567,10 +710,10 @@ Result<std::unique_ptr<Trainer>> open_trainer(const Job& job) {
     Status checked = check_checkpoints(job.ranks, options.checkpoint.folder);
     if (!checked.ok()) return std::move(checked).with_context("checkpoint.folder");
   }
-  auto trainer = std::make_unique<TorchTrainer>(std::move(options), std::move(run.source),
-                                                std::move(run.targets), std::move(run.corpus),
-                                                std::move(*folder), std::move(run.parameters),
-                                                run.accelerator, std::move(run.plan), job.ranks);
+  auto trainer = std::make_unique<TorchTrainer>(
+      std::move(options), std::move(run.source), std::move(run.targets), std::move(run.corpus),
+      std::move(*folder), std::move(run.parameters), run.accelerator, std::move(run.plan),
+      std::move(run.pipeline), std::move(run.stage_lines), job.ranks);
   SI_RETURN_IF_ERROR(trainer->start(job, run_start));
   return std::unique_ptr<Trainer>(std::move(trainer));
 }

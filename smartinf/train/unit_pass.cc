@@ -97,11 +97,13 @@ double head_loss(const Model& model, const Tensor& h_MC, const Tensor& matrix_VC
 }  // namespace
 
 UnitPass::UnitPass(const Model& model, LayerStream& stream, Adapters* adapters, bool recompute,
-                   UnitInputs inputs, std::optional<SpooledBuffers> saved)
+                   UnitInputs inputs, std::optional<SpooledBuffers> saved,
+                   std::optional<Stage> stage)
     : model_(model),
       stream_(stream),
       adapters_(adapters),
       recompute_(recompute),
+      stage_(std::move(stage)),
       inputs_(std::move(inputs)),
       saved_(std::move(saved)) {
   sums_.resize(model.units().size());
@@ -138,6 +140,7 @@ std::vector<double> UnitPass::train(std::span<const Batch> batches, const Option
   gradients_BTC_.assign(batches.size(), Tensor());
 
   if (adapters_ != nullptr) throw_if_error(adapters_->wait_all());
+  if (stage_) return train_stage();
   stream_.start(order());
   for (size_t unit = 0; unit < head_unit; ++unit) {
     if (options.before_unit) options.before_unit();
@@ -170,6 +173,59 @@ std::vector<double> UnitPass::train(std::span<const Batch> batches, const Option
     emit_gradients(unit, parameters);
   }
   return losses;
+}
+
+std::vector<double> UnitPass::train_stage() {
+  using Way = StageLink::Way;
+  StageLink& link = *stage_->link;
+  const uint64_t count = batches_.size();
+  std::vector<int64_t> sizes = batches_[0].tokens_BT.sizes().vec();
+  sizes.push_back(model_.architecture().width);
+  if (!link.first()) link.expect(Way::kForward, sizes, count, stage_->at_once);
+  if (!link.last()) link.expect(Way::kBackward, sizes, count, stage_->at_once);
+  const size_t end = std::min(stage_->end, model_.head());
+  std::vector<double> losses;
+  stage_phases_.clear();
+  for (const auto& [kind, i] : stage_->actions) {
+    const bool forward = kind == plan::PipelineAction::Kind::kForward;
+    if (forward && !link.first()) inputs_.put(stage_->begin, i, link.receive(Way::kForward));
+    if (!forward && !link.last()) gradients_BTC_[i] = link.receive(Way::kBackward);
+    const uint64_t begin_ns = base::now_ns();
+    if (!forward) {
+      backward_stage(i, losses);
+    } else {
+      for (size_t unit = stage_->begin; unit < end; ++unit) {
+        forward_unit(unit, stream_.get(unit), i);
+        stream_.release(unit);
+      }
+    }
+    stage_phases_.push_back({forward ? "forward" : "backward", begin_ns, base::now_ns()});
+    if (forward && !link.last()) link.send(Way::kForward, inputs_.take(end, i));
+    if (forward) continue;
+    const Tensor gradient_BTC = std::exchange(gradients_BTC_[i], Tensor());
+    if (!link.first()) link.send(Way::kBackward, gradient_BTC);
+  }
+  link.finish();
+  // All ranks give all parameters, in one order.
+  const size_t lowest = adapters_ == nullptr ? 0 : 1;
+  for (size_t unit = model_.units().size(); unit-- > lowest;) {
+    const auto elements = static_cast<int64_t>(model_.units()[unit].count);
+    const Tensor none_N = torch::empty({elements}, torch::dtype(torch::kFloat32).device(at::kMeta));
+    emit_gradients(unit, trained(unit, model_.weights_of(unit, none_N)));
+  }
+  return losses;
+}
+
+void UnitPass::backward_stage(size_t batch, std::vector<double>& losses) {
+  if (stage_->link->last()) {
+    losses.push_back(head_of(get_head(), batch));
+    release_head();
+  }
+  const size_t first = std::max<size_t>(stage_->begin, adapters_ == nullptr ? 0 : 1);
+  for (size_t unit = std::min(stage_->end, model_.head()); unit-- > first;) {
+    backward_unit(unit, stream_.get(unit), batch);
+    stream_.release(unit);
+  }
 }
 
 Tensor UnitPass::run_layers(size_t unit, const UnitWeights& weights, const Tensor& input,
@@ -322,12 +378,16 @@ void UnitPass::add_gradient(std::optional<GradientTree>& sums, Tensor gradient) 
 void UnitPass::emit_gradients(size_t unit, std::span<const Parameter> parameters) {
   if (options_->first + batches_.size() < options_->mine.end) return;
   auto sums = std::exchange(sums_[unit], {});
+  sums.resize(parameters.size());  // another stage's: none
   for (size_t p = sums.size(); p-- > 0;) {
-    Gradient gradient{parameters[p].first, sums[p]->take()};
+    Gradient gradient{parameters[p].first, static_cast<uint64_t>(parameters[p].weight.numel()), {}};
+    if (sums[p]) gradient.sums = sums[p]->take();
     // An embedding that is the head's matrix too: both shares.
     if (unit == 0 && p == 0 && model_.tied_head()) {
-      std::vector<Tensor> tied = std::exchange(tied_sums_, {})->take();
-      if (options_->mine.begin == 0 && options_->mine.end == options_->micro_batches) {
+      std::vector<Tensor> tied;
+      if (auto sum = std::exchange(tied_sums_, {})) tied = sum->take();
+      const bool all = options_->mine.begin == 0 && options_->mine.end == options_->micro_batches;
+      if (all && !stage_) {
         gradient.sums.front() = tied.front().add_(gradient.sums.front());
       } else {
         gradient.trees = 2;
@@ -342,7 +402,15 @@ std::vector<Tensor> UnitPass::forward_without_gradients(std::span<const Input> i
                                                         const std::function<void()>& before_unit) {
   if (adapters_ != nullptr) throw_if_error(adapters_->wait_all());
   std::vector<Tensor> all_BTC(inputs.size());
-  for (size_t unit = 0; unit < model_.head(); ++unit) {
+  const size_t begin = stage_ ? stage_->begin : 0;
+  const size_t end = stage_ ? std::min(stage_->end, model_.head()) : model_.head();
+  for (size_t i = 0; stage_ && !stage_->link->first() && i < inputs.size(); ++i) {
+    std::vector<int64_t> sizes = inputs[i].tokens_BT.sizes().vec();
+    sizes.push_back(model_.architecture().width);
+    stage_->link->expect(StageLink::Way::kForward, std::move(sizes), 1);
+    all_BTC[i] = stage_->link->receive(StageLink::Way::kForward);
+  }
+  for (size_t unit = begin; unit < end; ++unit) {
     if (before_unit) before_unit();
     const UnitWeights& weights = stream_.get(unit);
     for (size_t i = 0; i < inputs.size(); ++i) {
@@ -352,6 +420,9 @@ std::vector<Tensor> UnitPass::forward_without_gradients(std::span<const Input> i
     }
     stream_.release(unit);
   }
+  if (stage_ && !stage_->link->last()) {
+    for (const Tensor& x_BTC : all_BTC) stage_->link->send(StageLink::Way::kForward, x_BTC);
+  }
   return all_BTC;
 }
 
@@ -360,6 +431,7 @@ double UnitPass::loss(const Batch& batch) {
   stream_.start(forward_order());
   const Input input{batch.tokens_BT, batch.document_ends};
   const std::vector<Tensor> x_BTC = forward_without_gradients({&input, 1}, {});
+  if (stage_ && !stage_->link->last()) return 0;
   const Head head = get_head();
   const Tensor h_MC = model_.final_norm(head.weights, x_BTC.front());
   const double loss =
@@ -380,15 +452,22 @@ std::vector<Tensor> UnitPass::next_logits(std::span<const Continued> sequences,
   std::vector<Input> inputs;
   for (const auto& [tokens_1T, cache] : sequences) inputs.push_back({tokens_1T, {}, cache});
   const std::vector<Tensor> all_1TC = forward_without_gradients(inputs, before_unit);
-  const Head head = get_head();
-  std::vector<Tensor> logits_V;
-  for (size_t i = 0; i < inputs.size(); ++i) {
-    const int64_t tokens = all_1TC[i].size(1);
-    const Tensor h_1C = model_.final_norm(head.weights, all_1TC[i].narrow(1, tokens - 1, 1));
-    logits_V.push_back(model_.logits(h_1C, head.matrix_VC)[0]);
-    sequences[i].cache->advance(tokens);
+  std::vector<Tensor> logits_V(inputs.size());
+  if (!stage_ || stage_->link->last()) {
+    const Head head = get_head();
+    for (size_t i = 0; i < inputs.size(); ++i) {
+      const int64_t tokens = all_1TC[i].size(1);
+      const Tensor h_1C = model_.final_norm(head.weights, all_1TC[i].narrow(1, tokens - 1, 1));
+      logits_V[i] = model_.logits(h_1C, head.matrix_VC)[0];
+    }
+    release_head();
   }
-  release_head();
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    if (stage_) {
+      logits_V[i] = stage_->link->from_last(logits_V[i], model_.architecture().vocabulary);
+    }
+    sequences[i].cache->advance(all_1TC[i].size(1));
+  }
   return logits_V;
 }
 

@@ -16,12 +16,15 @@
 #include <torch/types.h>
 
 #include "smartinf/plan/micro_batches.h"
+#include "smartinf/plan/pipeline_schedule.h"
 #include "smartinf/train/adapters.h"
 #include "smartinf/train/gradient_tree.h"
 #include "smartinf/train/layer_stream.h"
 #include "smartinf/train/model.h"
 #include "smartinf/train/saved_tensors.h"
 #include "smartinf/train/spooled_buffers.h"
+#include "smartinf/train/stage_link.h"
+#include "smartinf/train/step_report.h"
 #include "smartinf/train/unit_inputs.h"
 
 namespace smartinf::train {
@@ -37,21 +40,34 @@ struct Batch {
 /// stream and of callbacks.
 class UnitPass {
  public:
+  /// One stage of a pipeline: this process computes these units alone.
+  struct Stage {
+    size_t begin = 0;  // units [begin, end)
+    size_t end = 0;
+    std::vector<plan::PipelineAction> actions;  // of a step
+    uint64_t at_once = 1;                       // messages that are awaited
+    std::unique_ptr<StageLink> link;
+  };
+
   /// recompute: a unit keeps its input alone, and backward computes it again. Nothing in a unit is
   /// random, so the second time has the bits of the first. saved: what autograd keeps of units of
   /// layers goes through these buffers instead, where offload() says so and it is not larger than
   /// they are. adapters: what is trained instead of the model's own weights; null: those. All that
-  /// is referred to outlives it.
+  /// is referred to outlives it. stage: where all units stay, without `saved` and with inputs that
+  /// stay tensors; none: all units are computed here.
   UnitPass(const Model& model, LayerStream& stream, Adapters* adapters, bool recompute,
-           UnitInputs inputs, std::optional<SpooledBuffers> saved);
+           UnitInputs inputs, std::optional<SpooledBuffers> saved,
+           std::optional<Stage> stage = std::nullopt);
 
-  /// Gradient of a step, as far as this process has it, of the parameter that begins at element
-  /// `first`. Of all micro batches it is one sum. Of a rank's share there are sums of several,
+  /// Gradient of a step, as far as this process has it, of the parameter of `count` elements from
+  /// `first` on. Of all micro batches it is one sum. Of a rank's share there are sums of several,
   /// those of plan::summation_nodes(), in their order; of an embedding that is the head's matrix
   /// too in two trees, first the head's sums and then the embedding's, and the gradient is the sum
-  /// of the trees. Each is of the weights' type for one micro batch, else f32.
+  /// of the trees. Each is of the weights' type for one micro batch, else f32. A stage has none of
+  /// parameters of others, and of such an embedding the tree that it computes.
   struct Gradient {
     uint64_t first = 0;
+    uint64_t count = 0;
     std::vector<torch::Tensor> sums;
     uint32_t trees = 1;
   };
@@ -76,10 +92,13 @@ class UnitPass {
   /// mean over the step's batches is the mean over the step's targets. Gradients are those of these
   /// losses, summed over batches by plan/micro_batches.h's tree: the same bits in one pass over
   /// several batches and in several passes over one each.
+  /// A stage is given all micro batches of `mine` at once, and gives out gradients when it has sent
+  /// its last message; only the last stage has losses.
   std::vector<double> train(std::span<const Batch> batches, const Options& options);
   /// The units in the order in which train() uses them.
   std::vector<uint32_t> order() const;
-  /// The mean loss over the batch's targets, without gradients; 0 where it has none.
+  /// The mean loss over the batch's targets, without gradients; 0 where it has none, and on stages
+  /// before the last.
   double loss(const Batch& batch);
   /// A sequence that is continued.
   struct Continued {
@@ -112,6 +131,10 @@ class UnitPass {
 
   /// When train() last went from forward to backward, on the monotonic clock.
   uint64_t backward_began_ns() const { return backward_began_ns_; }
+  /// What a stage computed in the last train().
+  std::span<const Phase> stage_phases() const { return stage_phases_; }
+  /// Null without a pipeline.
+  const StageLink* link() const { return stage_ ? stage_->link.get() : nullptr; }
 
  private:
   struct Head {
@@ -142,6 +165,8 @@ class UnitPass {
   /// [B, T, C] of each, before the head. The stream has been started.
   std::vector<torch::Tensor> forward_without_gradients(std::span<const Input> inputs,
                                                        const std::function<void()>& before_unit);
+  std::vector<double> train_stage();
+  void backward_stage(size_t batch, std::vector<double>& losses);
   bool offloads(size_t unit, size_t batch) const;
   void forward_unit(size_t unit, const UnitWeights& weights, size_t batch);
   double head_of(const Head& head, size_t batch);
@@ -153,7 +178,9 @@ class UnitPass {
   LayerStream& stream_;
   Adapters* const adapters_;
   const bool recompute_;
+  std::optional<Stage> stage_;
   uint64_t backward_began_ns_ = 0;
+  std::vector<Phase> stage_phases_;
 
   // State of the pass in progress.
   std::span<const Batch> batches_;

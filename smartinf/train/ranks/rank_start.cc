@@ -36,17 +36,33 @@ engine::DeviceSources sources_of(const Ranks& ranks, const engine::UpdaterOption
 }
 
 Status check_ranks(const Options& options, const Ranks& ranks) {
-  if (ranks.alone()) return Status();
   const TrainOptions& train = options.train;
+  const uint32_t stages = options.ranks.pipeline;
   const auto refuse = [](std::string what, std::string advice) {
     return Status(ErrorCode::kInvalidArgument, std::move(what), std::move(advice));
   };
+  if (ranks.world() % stages != 0) {
+    return refuse(
+        fmt::format("ranks.pipeline is {}, and there {}", stages,
+                    ranks.alone() ? "is one process" : fmt::format("are {} ranks", ranks.world())),
+        fmt::format("Start {} ranks or a multiple of that (torchrun --nproc-per-node {}), "
+                    "or set ranks.pipeline to what divides the ranks",
+                    stages, stages));
+  }
+  if (ranks.alone()) return Status();
+  if (stages > 1 && options.memory.activations == plan::Activations::kOffload) {
+    return refuse(
+        "memory.activations is \"offload\", but a stage of a pipeline keeps activations "
+        "in memory",
+        "Set it to \"recompute\", or ranks.pipeline to 1");
+  }
   if (train.accumulation < ranks.world()) {
     return refuse(fmt::format("train.accumulation is {}, but there are {} ranks, which share a "
                               "step's micro batches",
                               train.accumulation, ranks.world()),
-                  "Set it to a multiple of the number of ranks, and train.micro_batch lower, or "
-                  "start fewer ranks");
+                  fmt::format("Set it to {} or a multiple of that, and train.micro_batch lower, or "
+                              "start fewer ranks",
+                              ranks.world()));
   }
   if (train.where == OptimizerWhere::kMemory) {
     return refuse("optimizer.where is \"memory\", which is for one process",

@@ -13,7 +13,8 @@
 
 namespace smartinf::train {
 
-/// Errors: kInvalidArgument for what only one process can do.
+/// Errors: kInvalidArgument for what only one process can do, and for a pipeline that the ranks and
+/// micro batches do not suffice for.
 base::Status check_ranks(const Options& options, const Ranks& ranks);
 
 /// This machine's cores, shared out among the devices of its ranks where the user has not said how.

@@ -1,21 +1,29 @@
 // One rank of several that only call each other, for tests/ranks_test.py.
 //
 //   rank_worker TIMEOUT_MS ROUNDS [fail|sleep|meet|late|chain AT]
+//   rank_worker TIMEOUT_MS ROUNDS pipeline FORWARD_MS BACKWARD_MS BYTES MICRO_BATCHES
 //
 // In each round every channel does every kind of call, among all ranks and among those with even
 // numbers, and checks what comes. Prints "round N", at the end "done"; a failure goes to stderr
 // with exit code 1. fail: this rank gives up in that round; sleep: it does not come to it; meet, on
 // all ranks: they meet there without a limit in time; late: likewise, but after twice the timeout;
 // chain, on all ranks: each waits for a message of the rank before it, and rank 1 sends none.
+// pipeline: each rank is a stage whose computing sleeps (bench/pipeline_beside_torch.py); prints
+// the seconds of each round, a step.
+#include <algorithm>
 #include <array>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
+#include <span>
 #include <string>
 #include <thread>
 #include <vector>
 
+#include "smartinf/base/clock.h"
+#include "smartinf/plan/pipeline_schedule.h"
 #include "smartinf/train/ranks/join_ranks.h"
+#include "smartinf/train/stage_link.h"
 
 namespace smartinf::train {
 namespace {
@@ -140,13 +148,50 @@ Status work(Collectives& ranks, std::chrono::milliseconds timeout, uint64_t roun
   return Status();
 }
 
+Status pipeline(const Ranks& ranks, uint64_t rounds, std::span<const std::string> arguments) {
+  using Way = StageLink::Way;
+  const std::chrono::milliseconds forward_time(std::stoull(arguments[0]));
+  const std::chrono::milliseconds backward_time(std::stoull(arguments[1]));
+  const std::vector<int64_t> sizes{std::stoll(arguments[2])};
+  const uint64_t count = std::stoull(arguments[3]);
+  const uint32_t stage = ranks.rank();
+  const uint32_t stages = ranks.world();
+  StageLink::Ends ends;
+  if (stage > 0) ends.before = stage - 1;
+  if (stage + 1 < stages) ends.behind = stage + 1;
+  const auto ahead = plan::kPipelineAheadMax;
+  StageLink link(ranks.collectives(), ends, torch::dtype(torch::kUInt8),
+                 plan::pipeline_in_flight(stages, 0, count, ahead));
+  const auto message = torch::zeros(sizes, torch::kUInt8);
+  for (uint64_t round = 0; round < rounds; ++round) {
+    SI_RETURN_IF_ERROR(ranks.barrier());
+    const uint64_t begin_ns = base::now_ns();
+    if (!link.first()) link.expect(Way::kForward, sizes, count, 1 + ahead);
+    if (!link.last()) link.expect(Way::kBackward, sizes, count, 1 + ahead);
+    for (const auto& action : plan::pipeline_actions(stages, stage, count, ahead)) {
+      const bool forward = action.kind == plan::PipelineAction::Kind::kForward;
+      const Way way = forward ? Way::kForward : Way::kBackward;
+      if (forward ? !link.first() : !link.last()) link.receive(way);
+      std::this_thread::sleep_for(forward ? forward_time : backward_time);
+      if (forward ? !link.last() : !link.first()) link.send(way, message);
+    }
+    link.finish();
+    SI_RETURN_IF_ERROR(ranks.barrier());
+    std::printf("%.6f\n", base::seconds_since(begin_ns));
+  }
+  return Status();
+}
+
 Status run(std::vector<std::string> arguments) {
-  arguments.resize(5);
+  arguments.resize(std::max<size_t>(5, arguments.size()));
   SI_ASSIGN_OR_RETURN(const auto environment,
                       rank_environment([](const char* name) { return std::getenv(name); }));
   if (!environment) return Status(ErrorCode::kInvalidArgument, "one process alone");
   const std::chrono::milliseconds timeout(std::stoull(arguments[1]));
   SI_ASSIGN_OR_RETURN(const Ranks joined, join_ranks(*environment, timeout));
+  if (arguments[3] == "pipeline") {
+    return pipeline(joined, std::stoull(arguments[2]), std::span(arguments).subspan(4));
+  }
   std::printf("joined as %s, %u of %u here\n", joined.name(joined.rank()).c_str(),
               joined.local_rank(), joined.local_world());
   std::fflush(stdout);

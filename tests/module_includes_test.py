@@ -22,7 +22,7 @@ THIRD_PARTY = {
     r"nanobind/": ["python/"],
     r"xxhash\.h": ["smartinf/base/checksum"],
     r"hwloc": ["smartinf/csd/"],
-    r"CLI/": ["apps/"],
+    r"CLI/": ["apps/", "workloads/"],
     r"spdlog/": ["apps/"],
     r"toml\+\+": ["smartinf/base/toml.h"],
 }
@@ -41,7 +41,7 @@ def read_table(text):
 
 def violations(root, table):
     found = []
-    files = [p for top in ("smartinf", "apps", "python", "tests", "bench", "fpga")
+    files = [p for top in ("smartinf", "apps", "python", "tests", "bench", "fpga", "workloads")
              for p in sorted((root / top).rglob("*")) if p.suffix in SOURCES]
     for path in files:
         name = path.relative_to(root).as_posix()
@@ -53,6 +53,13 @@ def violations(root, table):
             for pattern, homes in THIRD_PARTY.items():
                 if re.match(pattern, header) and not any(name.startswith(h) for h in homes):
                     found.append(f"{name}: <{header}> belongs to {', '.join(homes)}")
+            # Workloads use what the library gives everybody, and nothing uses them.
+            if header.split("/")[0] in ("apps", "workloads", "python", "tests"):
+                workload = "/".join(name.split("/")[:2])
+                if name.startswith("workloads/") and not header.startswith(workload + "/"):
+                    found.append(f"{name}: a workload may not include {header}")
+                if header.startswith("workloads/") and not name.startswith("workloads/"):
+                    found.append(f"{name}: may not include {header}, which is a workload's")
             if module is None or not header.startswith("smartinf/"):
                 continue
             target = header.split("/")[1]
@@ -85,6 +92,12 @@ class ModuleIncludes(unittest.TestCase):
             bad.write_text('#include "smartinf/engine/updater.h"\n#include <torch/torch.h>\n'
                            '#include "smartinf/base/status.h"\n')
             self.assertEqual(len(violations(pathlib.Path(folder), self.table)), 2)
+            for name, header in (("workloads/graph_kernels/bad.cc", "apps/smartinf/commands.h"),
+                                 ("apps/smartinf/bad.cc", "workloads/graph_kernels/accelerator.h")):
+                path = pathlib.Path(folder, name)
+                path.parent.mkdir(parents=True)
+                path.write_text(f'#include "{header}"\n')
+            self.assertEqual(len(violations(pathlib.Path(folder), self.table)), 4)
 
 
 if __name__ == "__main__":

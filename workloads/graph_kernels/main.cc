@@ -1,0 +1,372 @@
+// smartinf-graph: graph algorithms, and an accelerator that runs them on DRAM with and without
+// gather and scatter in its banks (Piccolo, HPCA 2025).
+#include <charconv>
+#include <cstdio>
+#include <functional>
+#include <string>
+
+#include <CLI/CLI.hpp>
+#include <fmt/format.h>
+#include <nlohmann/json.hpp>
+
+#include "smartinf/base/enum_names.h"
+#include "smartinf/base/file.h"
+#include "smartinf/base/units.h"
+#include "smartinf/graph/generators.h"
+
+#include "workloads/graph_kernels/accelerator.h"
+
+namespace smartinf::workloads {
+namespace {
+
+using base::ErrorCode;
+using base::Result;
+using base::Status;
+using graph::Edge;
+using nlohmann::ordered_json;
+
+enum class Algorithm : uint8_t { kPagerank, kBfs, kComponents, kSssp };
+inline constexpr std::array<std::string_view, 4> kAlgorithmNames{"pagerank", "bfs", "components",
+                                                                 "sssp"};
+constexpr base::EnumNames enum_names(Algorithm) { return kAlgorithmNames; }
+
+enum class Kind : uint8_t { kRmat, kUniform, kBlocks };
+inline constexpr std::array<std::string_view, 3> kKindNames{"rmat", "uniform", "blocks"};
+constexpr base::EnumNames enum_names(Kind) { return kKindNames; }
+
+/// As many vertices and edges as SNAP's graphs.
+struct StandIn {
+  std::string_view name;
+  uint64_t vertices;
+  uint64_t edges;
+};
+constexpr StandIn kStandIns[] = {{"pokec", 1'632'803, 30'622'564},
+                                 {"orkut", 3'072'441, 117'185'083},
+                                 {"livejournal", 4'847'571, 68'993'773}};
+
+// What stands for the paper's accelerator. Fitted to PageRank's rows: kCacheBytes and
+// kRowsCollected (fit.py, docs/graph.md).
+constexpr uint64_t kCacheBytes = 2 << 20;
+constexpr double kEdgesPerCycle = 8;
+constexpr uint32_t kRowsCollected = 2048;
+
+struct Flags {
+  Algorithm algorithm = Algorithm::kPagerank;
+  std::string file;
+  std::string stand_in;
+  Kind kind = Kind::kRmat;
+  uint64_t vertices = 100'000;
+  uint64_t edges = 1'600'000;
+  uint64_t blocks = 64;
+  double inside = 0.9;
+  uint64_t seed = 1;
+  uint64_t scale_down = 1;
+  uint32_t iterations = 0;
+  int64_t source = -1;
+  std::string memory = "ddr4-2400-x8";
+  Accelerator accelerator{.cache_bytes = kCacheBytes,
+                          .rows_collected = kRowsCollected,
+                          .edges_per_cycle = kEdgesPerCycle};
+  bool json = false;
+};
+
+/// Lines of two numbers, "from to"; those that begin with # are comments.
+Result<std::vector<Edge>> read_edges(const std::string& path, uint64_t& vertices) {
+  SI_ASSIGN_OR_RETURN(const std::string text, base::read_text_file(path, "cannot read the edges"));
+  std::vector<Edge> edges;
+  uint64_t line = 1;
+  for (size_t at = 0; at < text.size(); ++line) {
+    const size_t end = std::min(text.find('\n', at), text.size());
+    const char* next = text.data() + at;
+    const char* const last = text.data() + end;
+    at = end + 1;
+    const auto skip = [&] {
+      while (next < last && (*next == ' ' || *next == '\t' || *next == ',' || *next == '\r'))
+        ++next;
+    };
+    skip();
+    if (next == last || *next == '#') continue;
+    Edge edge;
+    for (Vertex* vertex : {&edge.from, &edge.to}) {
+      const auto [stop, error] = std::from_chars(next, last, *vertex);
+      if (error != std::errc()) {
+        base::ErrorPlace place;
+        place.path = path;
+        return Status(ErrorCode::kInvalidArgument,
+                      fmt::format("line {} has no edge: two numbers of vertices", line),
+                      "Write \"from to\" on each line.", std::move(place));
+      }
+      next = stop;
+      skip();
+    }
+    if (next != last) {
+      return Status(ErrorCode::kInvalidArgument,
+                    fmt::format("line {} of {} has more than two numbers", line, path),
+                    "Edges have no weights here.");
+    }
+    edges.push_back(edge);
+  }
+  if (vertices == 0) {
+    for (const Edge& edge : edges)
+      vertices = std::max(vertices, uint64_t{1} + std::max(edge.from, edge.to));
+  }
+  return edges;
+}
+
+Result<Csr> graph_of(const Flags& flags, bool vertices_given) {
+  uint64_t vertices = flags.vertices;
+  uint64_t edges = flags.edges;
+  std::vector<Edge> list;
+  if (!flags.file.empty()) {
+    if (!vertices_given) vertices = 0;
+    SI_ASSIGN_OR_RETURN(list, read_edges(flags.file, vertices));
+    if (vertices == 0) return Status(ErrorCode::kInvalidArgument, "the file has no edge");
+    return Csr::make(vertices, list);
+  }
+  for (const StandIn& one : kStandIns) {
+    if (one.name == flags.stand_in) {
+      vertices = one.vertices / flags.scale_down;
+      edges = one.edges / flags.scale_down;
+    }
+  }
+  switch (flags.kind) {
+    case Kind::kRmat:
+      list = graph::rmat_edges(vertices, edges, flags.seed);
+      break;
+    case Kind::kUniform:
+      list = graph::uniform_edges(vertices, edges, flags.seed);
+      break;
+    case Kind::kBlocks:
+      list = graph::block_edges(vertices, edges, flags.blocks, flags.inside, flags.seed);
+      break;
+  }
+  return Csr::make(vertices, list);
+}
+
+/// The vertex that a search begins at: the given one, or that with the most edges.
+Result<Vertex> source_of(const Flags& flags, const Csr& csr) {
+  if (flags.source >= csr.vertices()) {
+    return Status(
+        ErrorCode::kInvalidArgument,
+        fmt::format("--source {}, but there are {} vertices", flags.source, csr.vertices()),
+        "Vertices are numbered from 0.");
+  }
+  if (flags.source >= 0) return static_cast<Vertex>(flags.source);
+  Vertex most = 0;
+  for (Vertex v = 0; v < csr.vertices(); ++v) {
+    if (csr.degree(v) > csr.degree(most)) most = v;
+  }
+  return most;
+}
+
+/// f(vector of values) of the algorithm's result.
+template <typename Machine, typename Use>
+void run_algorithm(const Flags& flags, uint32_t iterations, const Csr& csr, Vertex source,
+                   Machine& machine, const Use& use) {
+  switch (flags.algorithm) {
+    case Algorithm::kPagerank:
+      return use(pagerank(csr, iterations, machine));
+    case Algorithm::kBfs:
+      return use(breadth_first(csr, source, machine));
+    case Algorithm::kComponents:
+      return use(components(csr, machine));
+    case Algorithm::kSssp:
+      return use(shortest_paths(csr, source, machine));
+  }
+}
+
+int fail(const Status& status) {
+  fmt::print(stderr, "smartinf-graph: {}\n", status.to_string());
+  return 2;
+}
+
+int run(const Flags& flags, bool vertices_given) {
+  const auto csr = graph_of(flags, vertices_given);
+  if (!csr.ok()) return fail(csr.status());
+  const auto source = source_of(flags, *csr);
+  if (!source.ok()) return fail(source.status());
+  NoMachine machine;
+  run_algorithm(flags, flags.iterations > 0 ? flags.iterations : 100, *csr, *source, machine,
+                [](const auto& values) {
+                  for (size_t v = 0; v < values.size(); ++v) {
+                    using Value = std::decay_t<decltype(values[v])>;
+                    if constexpr (std::is_same_v<Value, double>) {
+                      fmt::print("{} {:.17g}\n", v, values[v]);
+                    } else if (values[v] == kNotReached) {
+                      fmt::print("{} -\n", v);
+                    } else {
+                      fmt::print("{} {}\n", v, values[v]);
+                    }
+                  }
+                });
+  return 0;
+}
+
+int simulate(const Flags& flags, bool vertices_given) {
+  const auto config = sim::dram::load_config(flags.memory);
+  if (!config.ok()) return fail(config.status());
+  const auto csr = graph_of(flags, vertices_given);
+  if (!csr.ok()) return fail(csr.status());
+  const auto source = source_of(flags, *csr);
+  if (!source.ok()) return fail(source.status());
+  ordered_json row = {{"algorithm", base::enum_name(flags.algorithm)},
+                      {"vertices", csr->vertices()},
+                      {"edges", csr->edges()},
+                      {"memory", config->name},
+                      {"cache_bytes", flags.accelerator.cache_bytes / flags.scale_down},
+                      {"edges_per_cycle", flags.accelerator.edges_per_cycle}};
+  double plain_cycles = 0;
+  double plain_bursts = 0;
+  for (const bool in_bank : {false, true}) {
+    Accelerator accelerator = flags.accelerator;
+    accelerator.in_bank = in_bank;
+    accelerator.cache_bytes /= flags.scale_down;
+    accelerator.rows_collected =
+        static_cast<uint32_t>(std::max<uint64_t>(1, accelerator.rows_collected / flags.scale_down));
+    // A component's edges are followed both ways.
+    const uint64_t edges = csr->edges() * (flags.algorithm == Algorithm::kComponents ? 2 : 1);
+    GraphMachine machine(*config, accelerator, csr->vertices(), edges);
+    run_algorithm(flags, flags.iterations > 0 ? flags.iterations : 2, *csr, *source, machine,
+                  [](const auto&) {});
+    machine.finish();
+    const sim::dram::Counts& counts = machine.counts();
+    using sim::dram::Command;
+    const auto cycles = static_cast<double>(counts.total_cycles());
+    const double bursts =
+        static_cast<double>(counts.bus_bytes) / config->organisation.burst_bytes();
+    if (!in_bank) {
+      plain_cycles = cycles;
+      plain_bursts = bursts;
+    }
+    const std::string prefix = in_bank ? "in_bank_" : "plain_";
+    row[prefix + "seconds"] = cycles / config->organisation.clock_hz;
+    row[prefix + "accesses"] = machine.accesses();
+    row[prefix + "misses"] = machine.misses();
+    row[prefix + "bus_bytes"] = counts.bus_bytes;
+    const double used_share =
+        static_cast<double>(machine.used_bytes()) / static_cast<double>(counts.bus_bytes);
+    row[prefix + "used_share"] = used_share;
+    // Bursts, as shares of all that the conventional one moves.
+    const auto share = [&](std::initializer_list<Command> commands) {
+      double sum = 0;
+      for (const Command command : commands) sum += static_cast<double>(counts.count(command));
+      return sum / plain_bursts;
+    };
+    row[prefix + "accesses_read"] = share({Command::kRead});
+    row[prefix + "accesses_write"] = share({Command::kWrite});
+    row[prefix + "accesses_read_data_buffer"] = share({Command::kFetchWords});
+    row[prefix + "accesses_write_buffers"] = share({Command::kSendOffsets, Command::kSendWords});
+    row[prefix + "accesses_total"] = bursts / plain_bursts;
+    for (size_t i = 0; i < sim::dram::kCauses; ++i) {
+      const auto cause = static_cast<sim::dram::Cause>(i);
+      row[fmt::format("{}{}_share", prefix, base::enum_name(cause))] = counts.share(cause);
+    }
+    if (in_bank) row["speedup"] = plain_cycles / cycles;
+    if (flags.json) continue;
+    fmt::print("{:<8} {:>10}  {:.1f} % of {} values missed, {} on the bus, {:.1f} % of them used\n",
+               in_bank ? "in bank" : "plain",
+               base::format_seconds(cycles / config->organisation.clock_hz),
+               100.0 * static_cast<double>(machine.misses()) /
+                   static_cast<double>(std::max<uint64_t>(1, machine.accesses())),
+               machine.accesses(), base::format_bytes(counts.bus_bytes), 100 * used_share);
+  }
+  if (flags.json) {
+    fmt::print("{}\n", row.dump());
+  } else {
+    fmt::print("gather and scatter in the banks: {:.2f} times as fast\n",
+               row["speedup"].get<double>());
+  }
+  return 0;
+}
+
+template <typename E>
+CLI::Option* add_enum(CLI::App& app, const std::string& name, E& value, const std::string& help) {
+  return app
+      .add_option_function<std::string>(
+          name, [&value](const std::string& text) { value = *base::enum_from_name<E>(text); }, help)
+      ->check(CLI::IsMember(base::enum_name_list<E>()));
+}
+
+}  // namespace
+}  // namespace smartinf::workloads
+
+int main(int argc, char** argv) {
+  using namespace smartinf::workloads;
+  CLI::App app("Graph algorithms, and what gather and scatter in DRAM's banks gain them");
+  app.require_subcommand(1);
+  Flags flags;
+  std::vector<std::string> names;
+  for (const StandIn& one : kStandIns) names.emplace_back(one.name);
+  int code = 0;
+  for (const bool simulates : {false, true}) {
+    CLI::App* command =
+        simulates ? app.add_subcommand("simulate",
+                                       "Predict an accelerator's time on DRAM, with and "
+                                       "without gather and scatter in the banks")
+                  : app.add_subcommand("run", "Compute, and print a line for each vertex");
+    add_enum(*command, "--algorithm", flags.algorithm, "[pagerank]");
+    command->add_option("--edges-file", flags.file, "Lines \"from to\", in place of a made graph");
+    command
+        ->add_option("--stand-in", flags.stand_in,
+                     "Vertices and edges of a graph of SNAP's, made by --graph")
+        ->check(CLI::IsMember(names));
+    add_enum(*command, "--graph", flags.kind, "How edges are drawn [rmat]");
+    CLI::Option* vertices =
+        command
+            ->add_option("--vertices", flags.vertices, "Of a made graph, or at least in the file")
+            ->check(CLI::Range(uint64_t{1}, uint64_t{0xffffffff}))
+            ->capture_default_str();
+    command->add_option("--edges", flags.edges, "Of a made graph")
+        ->check(CLI::Range(uint64_t{0}, uint64_t{1} << 34))
+        ->capture_default_str();
+    command->add_option("--blocks", flags.blocks, "blocks: number of them")
+        ->check(CLI::Range(uint64_t{1}, uint64_t{1} << 31))
+        ->capture_default_str();
+    command->add_option("--inside", flags.inside, "blocks: share of edges that stay in theirs")
+        ->check(CLI::Range(0.0, 1.0))
+        ->capture_default_str();
+    command->add_option("--seed", flags.seed, "Of a made graph")->capture_default_str();
+    command
+        ->add_option("--iterations", flags.iterations,
+                     simulates ? "pagerank [2]" : "pagerank [100]")
+        ->check(CLI::Range(1u, 100'000u));
+    command
+        ->add_option("--source", flags.source,
+                     "bfs, sssp: vertex to begin at [that with the most edges]")
+        ->check(CLI::Range(int64_t{0}, int64_t{0xffffffff}));
+    if (simulates) {
+      Accelerator& accelerator = flags.accelerator;
+      command->add_option("--memory", flags.memory, "As in smartinf simulate memory")
+          ->capture_default_str();
+      command->add_option("--cache-bytes", accelerator.cache_bytes, "Of vertices' values")
+          ->check(CLI::Range(uint64_t{64}, uint64_t{1} << 40))
+          ->capture_default_str();
+      command
+          ->add_option("--rows-collected", accelerator.rows_collected,
+                       "DRAM rows whose missing words wait to be collected")
+          ->check(CLI::Range(1u, 1u << 24))
+          ->capture_default_str();
+      command
+          ->add_option("--edges-per-cycle", accelerator.edges_per_cycle,
+                       "That processing elements take in, by the memory's clock")
+          ->check(CLI::Range(1e-6, 1e6))
+          ->capture_default_str();
+      command
+          ->add_option("--scale-down", flags.scale_down,
+                       "Divides the stand-in's vertices and edges, the cache and the rows")
+          ->check(CLI::Range(uint64_t{1}, uint64_t{10'000}))
+          ->capture_default_str();
+      command->add_flag("--json", flags.json, "Print one flat JSON object");
+    }
+    command->callback([&flags, &code, simulates, vertices] {
+      code = (simulates ? simulate : run)(flags, vertices->count() > 0);
+    });
+  }
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::ParseError& error) {
+    const int shown = app.exit(error);
+    return shown == 0 ? 0 : 2;
+  }
+  return code;
+}

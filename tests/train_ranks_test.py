@@ -81,8 +81,8 @@ class TrainRanks(StreamCase):
             self.assertIn("come from the devices", planned)
             self.check_bits(self.recipe(steps=8), flags, less)
 
-    def test_ranks_that_stream_weights_to_accelerators_have_the_bits_of_a_cpu(self):
-        """Each has an accelerator with so little memory that weights come from the host's."""
+    def test_ranks_with_accelerators_have_the_bits_of_a_cpu(self):
+        """Two stages; and two ranks that have so little memory there that weights come from the host's."""
         library = os.environ.get("SMARTINF_TEST_ACCELERATOR")  # tests/accelerator, which ctest knows
         if library is None:
             self.skipTest("SMARTINF_TEST_ACCELERATOR does not name the accelerator for tests")
@@ -90,6 +90,10 @@ class TrainRanks(StreamCase):
         recipe = self.recipe(steps=4, precision="f32")
         flags = ["--model.layers", "4", "--train.accumulation", "4", "--train.micro_batch", "1"]
         self.train(recipe, "cpu", *flags)
+        with Ranks(self.command(recipe, "stages", [*flags, *self.stages(2, "stages")]), 2, env=env) as ranks:
+            self.assertEqual(ranks.wait(300), [0, 0], ranks.err(0) + ranks.err(1))
+            self.assertIn("test_accelerator", ranks.out(0))
+        self.check_same_as("stages", "cpu")
         told = self.train(recipe, "refused", *flags, "--memory.accelerator", "1KiB", env=env, code=1)
         least = float(re.search(r"needs ([0-9.]+) MiB of the accelerator's memory", told).group(1))
         flags += [*self.even_devices("ranks", 2), "--memory.accelerator", f"{1.1 * least:.2f}MiB"]

@@ -385,7 +385,9 @@ Status remove(const Leftover& leftover, const serve::RemoteOptions& options) {
   // Rows of tables go with their state, and before it: without it nobody would find them.
   const bool with_rows = leftover.kind != LeftoverKind::kCreating ||
                          !is_there(leftover.path / storage::kStateFileName);
-  if (with_rows) fs::remove(leftover.path / storage::kRowFileName, error);
+  for (const std::string_view name : {storage::kRowFileName, storage::kNewRowFileName}) {
+    if (with_rows && !error) fs::remove(leftover.path / name, error);
+  }
   if (!error) fs::remove(file, error);
   if (!error) return Status();
   return base::errno_status(error.value(), "cannot delete", file.string());

@@ -34,16 +34,7 @@ Result<std::unique_ptr<storage::RowFile>> open_saved_rows(const std::string& dev
   SI_RETURN_IF_ERROR(state->choose_step(step));
   const std::string record = storage::split_row_commit(state->client_metadata()).record;
   if (record.empty()) return std::unique_ptr<storage::RowFile>();
-  auto place = storage::open_cache_to_read(device, storage::kRowFileName);
-  if (place.status().code() == ErrorCode::kNotFound) {
-    return Status(ErrorCode::kNotFound,
-                  fmt::format("the state's tables ({}) are not beside it",
-                              storage::tables_of_row_commit(record)),
-                  "Put smartinf.rows back.", base::ErrorPlace{device, {}, {}, 0});
-  }
-  if (!place.ok()) return std::move(place).status();
-  return storage::RowFile::open(std::move(*place), state->layout().run, record,
-                                std::chrono::minutes(1), ignored, /*read_only=*/true);
+  return storage::open_rows_to_read(device, state->layout().run, record, ignored);
 }
 
 std::string table_text(const storage::RowTableLayout& table) {

@@ -10,6 +10,7 @@
 #include "smartinf/base/status.h"
 #include "smartinf/csd/device.h"
 #include "smartinf/csd/device_parts.h"
+#include "smartinf/csd/snapshot.h"
 #include "smartinf/storage/store.h"
 
 namespace smartinf::csd {
@@ -44,6 +45,10 @@ class BesideAccess {
   virtual base::Result<std::string> prepare(base::StepNumber) { return std::string(); }
   virtual base::Status commit(base::StepNumber) { return base::Status(); }
   virtual base::Status abort(base::StepNumber) { return base::Status(); }
+
+  /// Its tables as they are committed, to be read between steps while the device lives; null: it
+  /// has none open. Threads: any.
+  virtual std::unique_ptr<RowSnapshot> rows_snapshot() { return nullptr; }
 
   /// Bytes at the drive that the store does not count. Threads: any.
   virtual base::TrafficReading traffic() const { return {}; }

@@ -121,7 +121,7 @@ void keep_files_on(EmulatedDrive& drive, LocalDeviceOptions& options) {
 class EmulatedNewState final : public StoreNewState {
  public:
   EmulatedNewState(std::unique_ptr<storage::Store> store, EmulatedDrive& drive)
-      : StoreNewState(std::move(store)), drive_(drive) {}
+      : StoreNewState(std::move(store), {}), drive_(drive) {}
   ~EmulatedNewState() override {
     (void)close();
     if (!finished_) drive_.erase();
@@ -172,7 +172,7 @@ Result<storage::StoreSummary> EmulatedDrive::summarize() const {
 Result<std::unique_ptr<Snapshot>> EmulatedDrive::snapshot(const std::string& name) const {
   if (!holds_store_) return no_state(name);
   SI_ASSIGN_OR_RETURN(auto reader, storage::StateReader::open(contents_of(*this, name), name));
-  return make_snapshot(std::move(reader), name);
+  return make_snapshot(std::move(reader), name, {});
 }
 
 Result<storage::CheckReport> EmulatedDrive::check(

@@ -77,7 +77,14 @@ class LocalDevice final : public Device {
   Result<std::unique_ptr<Snapshot>> snapshot() override {
     auto reader = store_->read_committed();
     if (!reader.ok()) return std::move(reader).status();
-    return make_snapshot(std::move(*reader), info_.name);
+    return make_snapshot(std::move(*reader), info_.name,
+                         [this](const storage::RunId& run,
+                                const std::string& record) -> Result<std::unique_ptr<RowSnapshot>> {
+                           for (const auto& access : beside_) {
+                             if (auto rows = access->rows_snapshot()) return rows;
+                           }
+                           return open_stored_tables(parts_.options.path, run, record);
+                         });
   }
   std::span<std::byte> scratch_memory() override { return slots_.scratch; }
 

@@ -44,16 +44,38 @@ struct Place {
 class LocalNewState final : public StoreNewState {
  public:
   LocalNewState(std::unique_ptr<storage::Store> store, Place place)
-      : StoreNewState(std::move(store)), place_(std::move(place)) {}
+      : StoreNewState(std::move(store), place.made), place_(std::move(place)) {}
   ~LocalNewState() override {
     (void)close();
     if (!finished_) discard(place_.made, place_.beside());
   }
 
-  Status take_place() override { return place_.beside() ? exchange() : Status(); }
-  Status give_back() override { return take_place(); }
+  // Rows come first, under another name: the state decides which of the two files is its own
+  // (storage::open_row_file).
+  Status take_place() override {
+    if (!place_.beside()) return Status();
+    if (has_tables()) {
+      SI_RETURN_IF_ERROR(move_rows(made_rows(), new_rows()));
+      SI_RETURN_IF_ERROR(storage::sync_directory(place_.target));
+    }
+    Status exchanged = exchange();
+    if (!exchanged.ok() && has_tables()) (void)move_rows(new_rows(), made_rows());
+    return exchanged;
+  }
+  Status give_back() override {
+    if (!place_.beside()) return Status();
+    SI_RETURN_IF_ERROR(exchange());
+    return has_tables() ? move_rows(new_rows(), made_rows()) : Status();
+  }
   Status finish() override {
     if (place_.beside()) {
+      const std::string old_rows = (fs::path(place_.target) / storage::kRowFileName).string();
+      std::error_code error;
+      if (has_tables()) {
+        SI_RETURN_IF_ERROR(move_rows(new_rows(), old_rows));
+      } else {
+        fs::remove(old_rows, error);
+      }
       SI_RETURN_IF_ERROR(storage::sync_directory(place_.target));
       place_.lock.state.reset();  // of the old state, which lies in the other directory now
       discard(place_.made, true);
@@ -74,6 +96,15 @@ class LocalNewState final : public StoreNewState {
     return base::errno_status(errno, "cannot put the new state in the old one's place", old);
   }
 
+  std::string made_rows() const { return (fs::path(place_.made) / storage::kRowFileName).string(); }
+  std::string new_rows() const {
+    return (fs::path(place_.target) / storage::kNewRowFileName).string();
+  }
+  static Status move_rows(const std::string& from, const std::string& to) {
+    if (::rename(from.c_str(), to.c_str()) == 0) return Status();
+    return base::errno_status(errno, "cannot put the new tables in the old ones' place", to);
+  }
+
   Place place_;
   bool finished_ = false;
 };
@@ -84,7 +115,10 @@ Result<std::unique_ptr<Snapshot>> open_local_snapshot(const std::string& path,
                                                       const std::string& name,
                                                       storage::ReaderLock lock) {
   SI_ASSIGN_OR_RETURN(auto reader, storage::StateReader::open(path, lock));
-  return make_snapshot(std::move(reader), name);
+  return make_snapshot(std::move(reader), name,
+                       [path](const storage::RunId& run, const std::string& record) {
+                         return open_stored_tables(path, run, record);
+                       });
 }
 
 Result<std::unique_ptr<NewState>> create_local_state(const std::string& path,

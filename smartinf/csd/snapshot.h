@@ -5,14 +5,31 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <span>
 #include <string>
 
 #include "smartinf/base/ids.h"
 #include "smartinf/base/status.h"
+#include "smartinf/storage/row_layout.h"
 #include "smartinf/storage/store.h"
 
 namespace smartinf::csd {
+
+/// The tables of a snapshot (csd/messages/rows/table_layout.h). Threads: as the snapshot.
+class RowSnapshot {
+ public:
+  virtual ~RowSnapshot() = default;
+
+  virtual const storage::RowFileLayout& layout() const = 0;
+  /// i: of the list of rows. record: as it is stored; empty for a row that was never written.
+  using Visit = std::function<void(size_t i, std::span<const std::byte> record)>;
+  /// Reads rows, distinct and ascending, each checked; visits come in any order. Errors: kCorrupt
+  /// with table, rows and place; kIo.
+  virtual base::Status read(uint32_t table, std::span<const uint32_t> rows, const Visit& visit) = 0;
+  /// As Snapshot::clone_to(), of the rows alone.
+  virtual base::Result<uint64_t> clone_to(const std::string& directory) = 0;
+};
 
 /// The state that a device holds, opened for reading. Changes nothing.
 /// Threads: one at a time.
@@ -35,6 +52,10 @@ class Snapshot {
   virtual base::Status choose_step(base::StepNumber step) = 0;
   /// With the record of the device's tables, if it has any (storage/row_commit.h).
   virtual std::string client_metadata() const = 0;
+  /// After choose_step(): the tables of that step, for as long as the snapshot lives; null: it has
+  /// none, or cannot give them (client_metadata() says which). Errors: kNotFound, the state's rows
+  /// are not beside it; kMismatch, they are of another state; kCorrupt, kIo.
+  virtual base::Result<RowSnapshot*> tables() { return static_cast<RowSnapshot*>(nullptr); }
   /// Reads blocks [first, first + count) of a plane as they are stored, each checked; `subgroup` is
   /// its position in the layout. out has exactly their bytes.
   /// Errors: kCorrupt for a block that is not what was written, kIo.
@@ -84,6 +105,21 @@ class NewState {
   virtual void start(SubgroupWrite& write) = 0;
   /// Waits for a write that was started, and gives its outcome.
   virtual base::Status wait(SubgroupWrite& write) = 0;
+  /// Makes room for tables; once, before put_rows(). sparse: only rows that are put take space.
+  /// Errors: kUnsupported for a device that cannot; kNoSpace, kIo.
+  virtual base::Status create_tables(storage::RowFileLayout layout, bool sparse) {
+    (void)layout, (void)sparse;
+    return base::Status(base::ErrorCode::kUnsupported,
+                        "tables are not copied onto devices of other machines",
+                        "Name directories of this machine.");
+  }
+  /// rows: of a table of that layout, distinct and ascending; records: [rows.size()][record_bytes].
+  virtual base::Status put_rows(uint32_t table, std::span<const uint32_t> rows,
+                                std::span<const std::byte> records) {
+    (void)table, (void)rows, (void)records;
+    return base::Status(base::ErrorCode::kFailedPrecondition, "a state without tables");
+  }
+
   /// Makes all of it durable, with the step's client metadata.
   virtual base::Status prepare(const std::string& client_metadata) = 0;
   virtual base::Status commit() = 0;

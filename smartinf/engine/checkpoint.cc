@@ -189,7 +189,11 @@ Status copy_and_sync(StoredRun& run, const fs::path& partial, const CheckpointOp
     if (run.devices[device]->elsewhere()) continue;
     const fs::path folder = device_folder(partial.string(), device);
     fs::remove(folder / storage::kLockFileName, error);
-    SI_RETURN_IF_ERROR(sync_path((folder / storage::kStateFileName).string(), O_RDONLY));
+    for (const std::string_view name : {storage::kStateFileName, storage::kRowFileName}) {
+      const fs::path file = folder / name;
+      if (name == storage::kRowFileName && !fs::exists(file, error)) continue;
+      SI_RETURN_IF_ERROR(sync_path(file.string(), O_RDONLY));
+    }
     SI_RETURN_IF_ERROR(sync_path(folder.string(), O_RDONLY | O_DIRECTORY));
   }
   return Status();

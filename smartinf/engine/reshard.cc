@@ -13,6 +13,7 @@
 #include "smartinf/engine/new_run.h"
 #include "smartinf/kernels/update.h"
 #include "smartinf/plan/memory_plan.h"
+#include "smartinf/plan/row_schedule.h"
 #include "smartinf/storage/format.h"
 #include "smartinf/storage/leak_in_flight.h"
 
@@ -26,6 +27,19 @@ namespace {
 
 /// Target of state on a drive that no target is on; for plan::place a device that is gone.
 constexpr uint32_t kNoTarget = ~uint32_t{0};
+
+/// A log of tables' rows is not made smaller than this by being shared out.
+constexpr uint64_t kSharedLogBytesMin = 8 * base::kMiB;
+
+/// Records of a device's part of all tables that are copied.
+uint64_t device_bytes(const csd::DeviceTables& tables) {
+  uint64_t bytes = 0;
+  for (size_t t = 0; t < tables.placements.size(); ++t) {
+    const storage::RowTableLayout& table = tables.layout.tables[t];
+    if (table.kind != storage::RowTableKind::kScratch) bytes += table.rows * table.record_bytes;
+  }
+  return bytes;
+}
 
 /// One subgroup is read while another is written.
 constexpr size_t kBuffers = 2;
@@ -48,6 +62,7 @@ class Resharder {
       if (!of_other_rank(owner_[i].value)) SI_RETURN_IF_ERROR(copy_subgroup(i));
     }
     for (Buffer& buffer : buffers_) SI_RETURN_IF_ERROR(wait_for(buffer));
+    SI_RETURN_IF_ERROR(copy_tables());
     std::erase(made_, nullptr);
     for (const auto& made : made_) SI_RETURN_IF_ERROR(made->prepare(from_.client_metadata));
     for (const auto& made : made_) SI_RETURN_IF_ERROR(made->commit());
@@ -206,10 +221,49 @@ class Resharder {
         }
         SI_ASSIGN_OR_RETURN(made_[device], targets_[device]->create_state(layout, new_state));
         SI_ASSIGN_OR_RETURN(geometry_[device], storage::Geometry::make(layout, 1));
+        if (from_.tables != nullptr) SI_RETURN_IF_ERROR(create_tables(layout.run, device));
       }
     }
     summary_.run = layout.run;
     summary_.step = from_.step;
+    return Status();
+  }
+
+  /// Shares of rows are those of parameters, as when a run begins.
+  std::vector<uint8_t> chunks() const {
+    if (options_.keep_places) return from_.tables->tables().chunks;
+    std::vector<double> elements(targets_.size());
+    for (const plan::Subgroup& subgroup : subgroups_) {
+      elements[owner_[subgroup.id.value].value] += static_cast<double>(subgroup.count);
+    }
+    return plan::row_pattern(elements);
+  }
+
+  Status create_tables(const storage::RunId& run, uint32_t device) {
+    const csd::RunTables tables{from_.tables->tables().tables, chunks()};
+    const auto count = static_cast<uint32_t>(targets_.size());
+    // A checkpoint keeps the size of the log, and takes no space for it.
+    const uint64_t log_bytes =
+        options_.keep_places ? from_.devices[device]->tables().value()->layout().log_bytes
+                             : std::max(from_.tables->log_bytes() / count,
+                                        std::min(kSharedLogBytesMin, from_.tables->log_bytes()));
+    tables_.resize(count);
+    SI_ASSIGN_OR_RETURN(tables_[device], csd::device_tables(tables, run, device, count, log_bytes));
+    bytes_total_ += device_bytes(tables_[device]);
+    return made_[device]
+        ->create_tables(tables_[device].layout, options_.durability == storage::Durability::kNone)
+        .with_context("device " + targets_[device]->name());
+  }
+
+  Status copy_tables() {
+    for (size_t device = 0; device < tables_.size(); ++device) {
+      if (made_[device] == nullptr) continue;
+      const uint64_t before = bytes_done_;
+      SI_RETURN_IF_ERROR(from_.tables->copy_to(tables_[device], *made_[device], [&](uint64_t done) {
+        bytes_done_ = before + done;
+        return options_.progress ? options_.progress(bytes_done_, bytes_total_) : Status();
+      }));
+    }
     return Status();
   }
 
@@ -317,6 +371,7 @@ class Resharder {
   std::vector<storage::Geometry> geometry_;  // of every target
   std::vector<std::byte> encoded_;
   std::vector<float> values_;
+  std::vector<csd::DeviceTables> tables_;  // of every target; empty: the run has none
   uint64_t bytes_done_ = 0;
   uint64_t bytes_total_ = 0;
   std::vector<Buffer> buffers_;

@@ -2,6 +2,8 @@
 // devices, any cache and after every kind of ending.
 #include "smartinf/engine/row_tables.h"
 
+#include <filesystem>
+#include <fstream>
 #include <map>
 #include <numeric>
 #include <random>
@@ -10,8 +12,10 @@
 #include <gtest/gtest.h>
 
 #include "smartinf/base/test_scratch.h"
+#include "smartinf/engine/checkpoint.h"
 #include "smartinf/engine/found_run.h"
 #include "smartinf/engine/local_source.h"
+#include "smartinf/engine/reshard.h"
 #include "smartinf/engine/stored_run.h"
 #include "smartinf/engine/test_model.h"
 #include "smartinf/engine/updater.h"
@@ -288,24 +292,106 @@ TEST_F(RowTablesTest, ComeBackAsOfTheCommittedStep) {
   }
 }
 
-TEST_F(RowTablesTest, AStateIsNotCopiedWithoutItsTables) {
+TEST_F(RowTablesTest, ComeBackFromACheckpointOnOtherDevices) {
   set_devices({1, 1});
-  open_fresh();
+  options_.table_log_bytes = 4 * base::kMiB;  // merges go on
+  open();
   ASSERT_FALSE(HasFatalFailure());
-  step(1, nullptr);
-  const auto refused = [&](const Status& status) {
-    EXPECT_EQ(status.code(), ErrorCode::kUnsupported) << status.to_string();
-    EXPECT_THAT(status.to_string(), HasSubstr(options_.tables[0].name + " and "));
-  };
-  refused(updater_->snapshot().status());
+  Reference reference(options_.tables);
+  const std::vector<int64_t> put{1, 4000};
+  const std::vector<float> values(2 * kDim, 0.75f);
+  expect_ok(updater_->tables()->put(1, put, values));
+  for (const int64_t row : put) {
+    reference.put(1, static_cast<uint64_t>(row), std::span(values).first(kDim));
+  }
+  initialize();
+  for (uint64_t number = 1; number <= 3; ++number) step(number, &reference);
+  expect_ok(updater_->flush());
+  CheckpointOptions checkpoint;
+  checkpoint.folder = scratch_ / "checkpoints";
+  const auto written = write_checkpoint(*updater_, checkpoint);
+  ASSERT_TRUE(written.ok()) << written.status().to_string();
+  const Reference at_checkpoint = reference;
+  for (uint64_t number = 4; number <= 6; ++number) step(number, &reference);
+  expect_records(reference);
   updater_.reset();
-  std::vector<std::string> paths;
-  for (const DeviceOptions& device : options_.devices) paths.push_back(device.path);
-  const DeviceSources sources = sources_at(paths, storage::RingKind::kThreads);
-  refused(open_stored_run(sources, storage::ReaderLock::kTake).status());
-  const auto found = find_run(sources);
+  const auto found = find_run(sources_at({options_.devices[0].path, options_.devices[1].path}));
   ASSERT_TRUE(found);
-  EXPECT_EQ(found->client_metadata, "after 1");
+  EXPECT_EQ(found->client_metadata, "after 6");
+
+  const auto restore = [&](const std::vector<double>& bandwidths, bool replace) -> Status {
+    SI_ASSIGN_OR_RETURN(const Checkpoint made, read_checkpoint(written->path));
+    SI_ASSIGN_OR_RETURN(StoredRun run, open_checkpoint(made));
+    std::vector<std::string> paths;
+    for (const DeviceOptions& device : options_.devices) paths.push_back(device.path);
+    ReshardOptions options;
+    options.format = run.layout().format;
+    options.bandwidths = bandwidths;
+    options.replace = replace;
+    return reshard(run, sources_at(paths, storage::RingKind::kThreads), options).status();
+  };
+  const auto go_on = [&] {
+    open();
+    ASSERT_FALSE(HasFatalFailure());
+    EXPECT_EQ(updater_->committed_step(), 3u);
+    EXPECT_EQ(updater_->client_metadata(), "after 3");
+    reference = at_checkpoint;
+    expect_records(reference);
+    for (uint64_t number = 4; number <= 6; ++number) step(number, &reference);
+    expect_records(reference);
+    updater_.reset();
+  };
+  // In the place of the state that went on; then as a crash leaves it before the names are changed.
+  expect_ok(restore({}, true));
+  const std::filesystem::path first = options_.devices[0].path;
+  std::filesystem::rename(first / "smartinf.rows", first / "smartinf.rows.new");
+  std::filesystem::copy(std::filesystem::path(options_.devices[1].path) / "smartinf.rows",
+                        first / "smartinf.rows");
+  go_on();
+  ASSERT_FALSE(HasFailure());
+  EXPECT_FALSE(std::filesystem::exists(first / "smartinf.rows.new"));
+  // With other shares of rows.
+  for (const std::vector<double>& bandwidths : {std::vector<double>{1}, {2, 1, 1}}) {
+    for (const DeviceOptions& device : options_.devices) {
+      std::filesystem::remove_all(device.path);
+    }
+    set_devices(bandwidths);
+    expect_ok(restore(bandwidths, false));
+    go_on();
+    ASSERT_FALSE(HasFailure()) << bandwidths.size() << " devices";
+  }
+
+  // What is not all there is not taken for it.
+  for (const DeviceOptions& device : options_.devices) std::filesystem::remove_all(device.path);
+  set_devices({1});
+  const std::filesystem::path rows = std::filesystem::path(written->path) / "device-1";
+  std::filesystem::rename(rows / "smartinf.rows", rows / "kept");
+  const Status missing = restore({}, false);
+  EXPECT_EQ(missing.code(), ErrorCode::kNotFound) << missing.to_string();
+  EXPECT_THAT(missing.to_string(), HasSubstr("sparse_adam and "));
+  std::filesystem::copy(rows / ".." / "device-0" / "smartinf.rows", rows / "smartinf.rows");
+  EXPECT_EQ(restore({}, false).code(), ErrorCode::kMismatch);
+  std::filesystem::rename(rows / "kept", rows / "smartinf.rows");
+  // A bit of a row that this device has.
+  std::fstream file(rows / "smartinf.rows", std::ios::in | std::ios::out | std::ios::binary);
+  const std::string content((std::istreambuf_iterator<char>(file)), {});
+  size_t weight = std::string::npos;
+  for (uint64_t row = 0; weight == std::string::npos && row < kRows; ++row) {
+    const std::vector<std::byte>& record = at_checkpoint.record(0, row);
+    if (kernels::record_step(record) == 0) continue;
+    weight =
+        content.find(std::string_view(reinterpret_cast<const char*>(record.data()), record.size()));
+  }
+  ASSERT_NE(weight, std::string::npos);
+  file.clear();
+  file.seekp(static_cast<std::streamoff>(weight));
+  file.put(static_cast<char>(content[weight] ^ 1));
+  file.close();
+  const Status damaged = restore({}, false);
+  EXPECT_EQ(damaged.code(), ErrorCode::kCorrupt) << damaged.to_string();
+  EXPECT_THAT(damaged.to_string(), HasSubstr("sparse_adam"));
+  EXPECT_FALSE(
+      std::filesystem::exists(std::filesystem::path(options_.devices[0].path) / "smartinf.state"));
 }
 
 // A step of a third of the log: what the device merges between steps is not enough for the next.

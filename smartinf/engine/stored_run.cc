@@ -9,7 +9,6 @@
 #include "smartinf/kernels/update.h"
 #include "smartinf/storage/format.h"
 #include "smartinf/storage/row_commit.h"
-#include "smartinf/storage/row_format.h"
 
 namespace smartinf::engine {
 
@@ -31,6 +30,7 @@ uint64_t StoredRun::state_bytes() const {
     SI_CHECK(geometry.ok(), "a snapshot with a layout that is none");
     for (size_t i = 0; i < geometry->subgroups(); ++i) bytes += geometry->extent_bytes(i);
   }
+  if (tables != nullptr) bytes += tables->bytes();
   return bytes;
 }
 
@@ -71,22 +71,14 @@ Result<StoredRun> join_snapshots(std::vector<std::unique_ptr<csd::Snapshot>> dev
                     base::ErrorPlace{snapshot.name(), {}, {}, 0});
     }
     SI_RETURN_IF_ERROR(snapshot.choose_step(run.step));
-    // Without its tables the state would be half a run.
-    const std::string tables = storage::split_row_commit(snapshot.client_metadata()).record;
-    if (!tables.empty()) {
-      return Status(ErrorCode::kUnsupported,
-                    fmt::format("the run has rows of tables ({}), which are not copied, resharded "
-                                "or exported with the state yet",
-                                storage::tables_of_row_commit(tables)),
-                    "To keep a copy, stop the run and copy its devices' directories whole.",
-                    base::ErrorPlace{snapshot.name(), {}, {}, 0});
-    }
     for (size_t i = 0; i < layout.subgroups.size(); ++i) {
       run.pieces.push_back(
           {layout.subgroups[i].first_element, layout.subgroups[i].count, device, i});
     }
   }
-  run.client_metadata = run.devices.front()->client_metadata();
+  run.client_metadata =
+      storage::split_row_commit(run.devices.front()->client_metadata()).client_metadata;
+  SI_ASSIGN_OR_RETURN(run.tables, StoredTables::open(run.devices));
   std::sort(run.pieces.begin(), run.pieces.end(),
             [](const auto& a, const auto& b) { return a.first < b.first; });
   uint64_t next = 0;

@@ -15,6 +15,7 @@
 #include "smartinf/csd/snapshot.h"
 #include "smartinf/engine/device_source.h"
 #include "smartinf/engine/run_description.h"
+#include "smartinf/engine/stored_tables.h"
 
 namespace smartinf::engine {
 
@@ -23,12 +24,13 @@ struct StoredRun {
   std::vector<std::unique_ptr<csd::Snapshot>> devices;  // in the run's order
   RunDescription description;
   base::StepNumber step = 0;
-  std::string client_metadata;
+  std::string client_metadata;           // without the record of tables
+  std::unique_ptr<StoredTables> tables;  // null: it has none
 
   const storage::StoreLayout& layout() const { return devices.front()->layout(); }
   /// Elements of the largest subgroup.
   uint64_t subgroup_elements() const;
-  /// Bytes that the planes of one state take on all devices.
+  /// Bytes that the planes of one state and rows of tables take on all devices.
   uint64_t state_bytes() const;
 
   /// A subgroup of the whole run and where it is; ascending by first element, without gaps.
@@ -45,7 +47,7 @@ struct StoredRun {
 
 /// Puts the devices of one run together, given in any order. Errors: kNotFound for one that is
 /// missing, kMismatch for devices of different runs, kCorrupt when they do not hold every parameter
-/// once, kUnsupported for a run that has tables (named).
+/// once; StoredTables::open()'s.
 base::Result<StoredRun> join_snapshots(std::vector<std::unique_ptr<csd::Snapshot>> devices);
 /// The same of devices that are not open. Errors: and those of DeviceSource::snapshot (named).
 base::Result<StoredRun> open_stored_run(const DeviceSources& sources, storage::ReaderLock lock);

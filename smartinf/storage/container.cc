@@ -44,10 +44,12 @@ struct BesideState {
   std::string_view name;
   SpaceUse use;
 };
+constexpr SpaceUse kForRows{"rows of tables", "use another device or one more"};
 constexpr BesideState kBesideState[] = {
     {kCacheFileName,
      {"keys and values", "use another device or one more, or fewer sequences at a time"}},
-    {kRowFileName, {"rows of tables", "use another device or one more"}}};
+    {kRowFileName, kForRows},
+    {kNewRowFileName, kForRows}};
 
 const SpaceUse& use_of(std::string_view name) {
   return std::ranges::find(kBesideState, name, &BesideState::name)->use;

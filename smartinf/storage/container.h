@@ -25,6 +25,8 @@ inline constexpr std::string_view kCreatingFileName = "smartinf.state.creating";
 
 inline constexpr std::string_view kCacheFileName = "smartinf.cache";
 inline constexpr std::string_view kRowFileName = "smartinf.rows";
+/// Rows that take the others' place with the next state (row_file.h, open_row_file).
+inline constexpr std::string_view kNewRowFileName = "smartinf.rows.new";
 
 /// The spool's, for the moment between making it and taking its name away.
 inline constexpr std::string_view kSpoolFileName = "smartinf.spool";
@@ -92,9 +94,9 @@ struct CachePlace {
   uint64_t size_bytes = 0;
 };
 
-/// Opens kCacheFileName or kRowFileName in a directory whose device is open and so locked, or makes
-/// an empty file, with space for `bytes` at least. bytes 0: it must be there. Errors: kUnsupported,
-/// it is no directory; kNotFound, kNoSpace, kIo.
+/// Opens kCacheFileName, kRowFileName or kNewRowFileName in a directory whose device is open and so
+/// locked, or makes an empty file, with space for `bytes` at least. bytes 0: it must be there.
+/// Errors: kUnsupported, it is no directory; kNotFound, kNoSpace, kIo.
 base::Result<CachePlace> open_cache_place(const std::string& directory, std::string_view name,
                                           uint64_t bytes, const StoreOptions& options);
 /// The file in a directory, to be read whoever has it. Errors: kNotFound, there is none; kIo.

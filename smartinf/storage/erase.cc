@@ -65,8 +65,9 @@ Status erase_store(const std::string& path) {
     return Status(base::ErrorCode::kBusy, "the device was in use a moment ago", "Try again.",
                   base::ErrorPlace{path, {}, {}, 0});
   }
-  for (const std::string_view name : {kStateFileName, kCreatingFileName, kSpoolFileName,
-                                      kCacheFileName, kRowFileName, kLockFileName}) {
+  for (const std::string_view name :
+       {kStateFileName, kCreatingFileName, kSpoolFileName, kCacheFileName, kRowFileName,
+        kNewRowFileName, kLockFileName}) {
     const std::string file = (directory / name).string();
     if (unlink(file.c_str()) != 0 && errno != ENOENT) {
       return base::errno_status(errno, "cannot delete", file);

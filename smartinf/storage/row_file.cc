@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cstdio>
+#include <filesystem>
 #include <utility>
 
 #include <fmt/format.h>
@@ -111,14 +113,14 @@ Status RowFile::take_layout(RowFileLayout layout, const RunId& file,
 }
 
 /// Makes the file as large as its contents.
-Status RowFile::reserve() {
+Status RowFile::reserve(bool sparse) {
   const uint64_t bytes = geometry_.file_bytes;
   if (!descriptor_.is_open()) {
     return bytes <= size_bytes_ ? Status() : no_space(kUse, path(), bytes, size_bytes_);
   }
-  if (size_bytes_ > bytes) {
+  if (size_bytes_ > bytes || sparse) {
     if (ftruncate(descriptor_.get(), static_cast<off_t>(bytes)) != 0) {
-      return base::errno_status(errno, "cannot make the file shorter", path(), bytes);
+      return base::errno_status(errno, "cannot change the file's size", path(), bytes);
     }
   } else if (size_bytes_ < bytes) {
     SI_RETURN_IF_ERROR(reserve_space(descriptor_.get(), bytes - size_bytes_, kUse, directory_,
@@ -130,13 +132,13 @@ Status RowFile::reserve() {
 
 Result<std::unique_ptr<RowFile>> RowFile::create(CachePlace place, RowFileLayout layout,
                                                  std::chrono::nanoseconds watchdog,
-                                                 base::TrafficCounter& traffic) {
+                                                 base::TrafficCounter& traffic, bool sparse) {
   SI_RETURN_IF_ERROR(check(layout));
   std::unique_ptr<RowFile> file(new RowFile(std::move(place), watchdog));
   file->creating_ = true;
   file->header_.file = make_run_id();
   SI_RETURN_IF_ERROR(file->take_layout(std::move(layout), file->header_.file, traffic));
-  SI_RETURN_IF_ERROR(file->reserve());
+  SI_RETURN_IF_ERROR(file->reserve(sparse));
   // Headers of an earlier file first: from here on there is none, until the first step is prepared.
   RowPump& pump = *file->pump_;
   const auto zeros = pump.scratch().first(kRowHeaderBytes);
@@ -267,10 +269,9 @@ Status RowFile::damaged_home(uint32_t table, uint64_t page) const {
 
 Status RowFile::verify_home(uint32_t table, uint64_t page, std::span<const std::byte> bytes) const {
   if (whole(bytes, seeds_.home(table, page, generation(table, page)))) return Status();
+  // The log has what a merge changes there; the rest was checked when the file was opened.
   if (std::ranges::binary_search(unfinished_, geometry_.tables[table].first_page + page)) {
-    return Status(ErrorCode::kFailedPrecondition,
-                  "a merge of the tables' rows was interrupted, and this opening may not finish it",
-                  "Open the run once to continue it.", base::ErrorPlace{path(), {}, {}, 0});
+    return Status();
   }
   return damaged_home(table, page);
 }
@@ -651,8 +652,6 @@ Status RowFile::verify(const std::function<Status(uint64_t, uint64_t)>& progress
       for (uint64_t i = 0; i < piece.count; ++i) {
         const uint64_t page = piece.first + i;
         const auto bytes = piece.memory.subspan(i * one.page_bytes, one.page_bytes);
-        // Pages of an interrupted merge were checked when the file was opened.
-        if (std::ranges::binary_search(unfinished_, one.first_page + page)) continue;
         if (Status status = verify_home(t, page, bytes); !status.ok()) found(status);
       }
       done_bytes += piece.transfer.buffer.size();
@@ -662,6 +661,43 @@ Status RowFile::verify(const std::function<Status(uint64_t, uint64_t)>& progress
     SI_RETURN_IF_ERROR(go_on(pump_->run(next, done)));
   }
   return Status();
+}
+
+Result<std::unique_ptr<RowFile>> open_row_file(
+    const std::function<Result<CachePlace>(std::string_view)>& place, const RunId& run,
+    std::string_view commit_record, std::chrono::nanoseconds watchdog,
+    base::TrafficCounter& traffic, bool read_only) {
+  const auto open = [&](std::string_view name) -> Result<std::unique_ptr<RowFile>> {
+    SI_ASSIGN_OR_RETURN(CachePlace there, place(name));
+    return RowFile::open(std::move(there), run, commit_record, watchdog, traffic, read_only);
+  };
+  auto file = open(kRowFileName);
+  const ErrorCode code = file.status().code();
+  if (file.ok() || (code != ErrorCode::kMismatch && code != ErrorCode::kNotFound)) return file;
+  auto other = open(kNewRowFileName);
+  if (!other.ok()) {
+    if (code != ErrorCode::kNotFound) return file;
+    return Status(code,
+                  fmt::format("the state's tables ({}) are not beside it",
+                              tables_of_row_commit(commit_record)),
+                  fmt::format("Put {} back, or restore a checkpoint.", kRowFileName));
+  }
+  if (read_only) return other;
+  const std::filesystem::path path = (*other)->path();
+  SI_RETURN_IF_ERROR((*other)->close());
+  const std::string named = (path.parent_path() / kRowFileName).string();
+  if (std::rename(path.c_str(), named.c_str()) != 0) {
+    return base::errno_status(errno, "cannot put the new tables in the old ones' place", named);
+  }
+  SI_RETURN_IF_ERROR(sync_directory(path.parent_path().string()));
+  return open(kRowFileName);
+}
+
+Result<std::unique_ptr<RowFile>> open_rows_to_read(const std::string& directory, const RunId& run,
+                                                   std::string_view commit_record,
+                                                   base::TrafficCounter& traffic) {
+  return open_row_file([&](std::string_view name) { return open_cache_to_read(directory, name); },
+                       run, commit_record, std::chrono::minutes(1), traffic, /*read_only=*/true);
 }
 
 }  // namespace smartinf::storage

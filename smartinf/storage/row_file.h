@@ -40,13 +40,15 @@ class RowFile {
 
   /// Makes the file and reserves all of its space, in the place of one that was there. It is a
   /// run's once its first step is prepared; until then rows are put(). traffic: where its transfers
-  /// are counted; it outlives the file. Errors: kNoSpace with what is needed and free;
-  /// kInvalidArgument, a table of no rows or too many, a log that is too small; kIo.
+  /// are counted; it outlives the file. sparse: space is taken as rows are put, for a copy that is
+  /// never trained with. Errors: kNoSpace with what is needed and free; kInvalidArgument, a table
+  /// of too many rows, a log that is too small; kIo.
   static base::Result<std::unique_ptr<RowFile>> create(CachePlace place, RowFileLayout layout,
                                                        std::chrono::nanoseconds watchdog,
-                                                       base::TrafficCounter& traffic);
+                                                       base::TrafficCounter& traffic,
+                                                       bool sparse = false);
   /// Takes up the step whose prepare() returned commit_record, and finishes a merge that was
-  /// interrupted. read_only: does not finish it, and then rows of its pages cannot be read.
+  /// interrupted. read_only: does not finish it, and reads rows as they will be.
   /// Errors: kFailedPrecondition, commit_record is empty: creation was interrupted; kMismatch,
   /// another run's or an older file; kCorrupt, with table, rows and place; kIo.
   static base::Result<std::unique_ptr<RowFile>> open(CachePlace place, const RunId& run,
@@ -137,7 +139,7 @@ class RowFile {
 
   RowFile(CachePlace place, std::chrono::nanoseconds watchdog);
   base::Status take_layout(RowFileLayout layout, const RunId& file, base::TrafficCounter& traffic);
-  base::Status reserve();
+  base::Status reserve(bool sparse);
   base::Status read_header(base::TrafficCounter& traffic);
   base::Status write_header();
   base::Status write_generations();
@@ -203,5 +205,18 @@ class RowFile {
   std::vector<PageItem> homes_, logs_;  // of a read
   std::vector<uint64_t> unfinished_;    // read_only_: pages of a merge, of all tables, ascending
 };
+
+/// Opens the file of a device that the record is of: kRowFileName, or kNewRowFileName where its
+/// taking that one's place was interrupted; then it gets the name. place: opens either, as it is.
+/// Errors: RowFile::open()'s; kNotFound.
+base::Result<std::unique_ptr<RowFile>> open_row_file(
+    const std::function<base::Result<CachePlace>(std::string_view name)>& place, const RunId& run,
+    std::string_view commit_record, std::chrono::nanoseconds watchdog,
+    base::TrafficCounter& traffic, bool read_only = false);
+/// The same in a directory whose device nobody writes to, for reading.
+base::Result<std::unique_ptr<RowFile>> open_rows_to_read(const std::string& directory,
+                                                         const RunId& run,
+                                                         std::string_view commit_record,
+                                                         base::TrafficCounter& traffic);
 
 }  // namespace smartinf::storage

@@ -305,6 +305,8 @@ TEST_F(RowFileTest, PowerCutAnywhereLeavesTheCommittedStep) {
       status = open(/*read_only=*/true);
       ASSERT_TRUE(status.ok()) << status.to_string();
       ASSERT_TRUE(verify().empty());
+      status = compare(model_);
+      ASSERT_TRUE(status.ok()) << "read only: " << status.to_string();
       status = open();
       ASSERT_TRUE(status.ok()) << status.to_string();
       status = compare(model_);

@@ -89,10 +89,9 @@ struct MergeEntry {
 static_assert(sizeof(MergeEntry) == 16);
 inline constexpr uint64_t kMergeEntryBytesMin = sizeof(MergeEntry) + sizeof(uint16_t);
 
-/// For whoever has rows that are not what was written: a checkpoint has none.
+/// For whoever has rows that are not what was written.
 inline constexpr std::string_view kDamagedRowsAdvice =
-    "Put a copy of the run's devices' directories in place of all of them. Look at the drive's "
-    "health (smartctl -a).";
+    "Restore a checkpoint (smartinf restore). Look at the drive's health (smartctl -a).";
 
 inline constexpr uint64_t kPageSumBytes = sizeof(uint64_t);
 

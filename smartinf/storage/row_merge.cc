@@ -76,6 +76,7 @@ Status RowFile::take_records(uint64_t until, Batch& batch) {
               ++counts_.records_superseded;
               continue;
             }
+            if (read_only_) undo_.push_back({key, slot});
             index_.erase(key);
             const auto bytes = pump_->staged().subspan(staged_bytes, one.record_bytes);
             std::ranges::copy(log_->record_of(page, i), bytes.begin());
@@ -412,7 +413,9 @@ Status RowFile::finish(const Unfinished& merge) {
   }
   if (!same) return lost();
   SI_RETURN_IF_ERROR(read_homes(batch));
-  if (read_only_) {
+  if (read_only_) {  // what it moves is still in the log
+    for (const Undo& taken : undo_) index_.set(taken.key, taken.slot);
+    undo_.clear();
     for (const Batch::Home& home : batch.homes) {
       unfinished_.push_back(geometry_.tables[home.table].first_page + home.page);
     }

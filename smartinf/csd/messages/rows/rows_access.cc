@@ -3,19 +3,18 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
-#include <numeric>
+#include <functional>
 #include <utility>
 
 #include <fmt/format.h>
 #include <pthread.h>
 
 #include "smartinf/base/clock.h"
-#include "smartinf/base/codec.h"
 #include "smartinf/base/log.h"
-#include "smartinf/base/row_pages.h"
 #include "smartinf/base/units.h"
-#include "smartinf/csd/describe.h"
 #include "smartinf/csd/linked_ring.h"
+#include "smartinf/csd/messages/rows/table_layout.h"
+#include "smartinf/csd/store_snapshot.h"
 #include "smartinf/storage/leak_in_flight.h"
 #include "smartinf/storage/row_commit.h"
 
@@ -27,58 +26,11 @@ using base::Result;
 using base::Status;
 using storage::RowTableKind;
 
-// Scalars of a step, encoded, in the table that keeps those of all steps.
-constexpr uint32_t kStepRecordBytes = 128;
-constexpr uint64_t kStepsMax = uint64_t{1} << 18;
 // Rows that are read, or whose records are made, at once.
 constexpr uint64_t kRowsAtOnce = 4096;
 constexpr std::chrono::milliseconds kBetweenMerges{1};
 
 Status refuse(std::string what) { return Status(ErrorCode::kInvalidArgument, std::move(what)); }
-
-uint64_t step_of(const kernels::RowScalars& scalars) { return scalars.step.step; }
-
-std::string steps_name(const TableShape& table) { return table.name + " (steps)"; }
-
-std::string text_of(const TableShape& table) {
-  std::string text = fmt::format("{}: {} rows of {}, {}", table.name, table.rows, table.dim,
-                                 base::enum_name(table.kind));
-  if (table.kind != RowTableKind::kState) return text;
-  text += fmt::format(", {}", kernels::row_rule_name(table.rule));
-  if (table.start.deviation == 0) return text;
-  return text + fmt::format(", random with deviation {} and seed {}", table.start.deviation,
-                            table.start.seed);
-}
-
-/// Text by which tables that lie on a drive are compared with those that are asked for: all that
-/// decides which row lies where, and what rows are that were never put.
-std::string description_of(const OpenTables& message) {
-  std::string text;
-  for (const TableShape& table : message.tables) text += text_of(table) + "; ";
-  text += "chunks of rows on devices";
-  for (const uint8_t device : message.pattern) text += fmt::format(" {}", device);
-  return text;
-}
-
-/// A record of the table that keeps them: a 1, which no record that was never written has, first.
-std::vector<std::byte> encoded(const kernels::RowScalars& scalars) {
-  base::Encoder encoder;
-  encoder(uint8_t{1}, scalars);
-  std::vector<std::byte> bytes = encoder.take();
-  SI_CHECK(bytes.size() <= kStepRecordBytes, "the scalars of a step do not fit their record");
-  bytes.resize(kStepRecordBytes);
-  return bytes;
-}
-
-Result<kernels::RowScalars> decoded(std::span<const std::byte> record) {
-  uint8_t there = 0;
-  kernels::RowScalars scalars;
-  base::Decoder decoder(record);
-  decoder(there, scalars);
-  if (decoder.ok() && there == 1) return scalars;
-  return Status(ErrorCode::kCorrupt, "the scalars of an earlier step are damaged",
-                "Run smartinf fsck on the device.");
-}
 
 }  // namespace
 
@@ -221,30 +173,19 @@ Status RowsAccess::open(const OpenTables& message) {
                ? Status(ErrorCode::kAlreadyExists, "the device holds the state of a run already")
                : Status(ErrorCode::kFailedPrecondition, "the device holds no committed step");
   }
-  storage::RowFileLayout layout;
-  layout.run = parts_.store->layout().run;
-  layout.device_index = message.device_index;
-  layout.device_count = message.device_count;
-  layout.log_bytes = message.log_bytes;
-  layout.description = description_of(message);
-  std::vector<Table> tables;
-  for (const TableShape& shape : message.tables) {
-    Table& table = tables.emplace_back();
-    table.shape = shape;
-    table.record_bytes = static_cast<uint32_t>(shape.record_bytes());
-    SI_ASSIGN_OR_RETURN(table.placement,
-                        plan::RowPlacement::make(shape.rows, message.pattern,
-                                                 base::records_per_page(table.record_bytes)));
-    table.rows = table.placement.rows_on(message.device_index);
-    layout.tables.push_back({shape.name, shape.kind, table.record_bytes, table.rows});
+  const RunTables asked{message.tables, message.pattern};
+  SI_ASSIGN_OR_RETURN(DeviceTables here,
+                      device_tables(asked, parts_.store->layout().run, message.device_index,
+                                    message.device_count, message.log_bytes));
+  const storage::RowFileLayout& layout = here.layout;
+  std::vector<Table> tables(message.tables.size());
+  for (size_t i = 0; i < tables.size(); ++i) {
+    tables[i].shape = message.tables[i];
+    tables[i].record_bytes = layout.tables[i].record_bytes;
+    tables[i].placement = std::move(here.placements[i]);
+    tables[i].rows = layout.tables[i].rows;
+    tables[i].steps_table = here.steps_tables[i];
   }
-  for (Table& table : tables) {
-    if (!table.shape.catches_up()) continue;
-    table.steps_table = static_cast<uint32_t>(layout.tables.size());
-    layout.tables.push_back(
-        {steps_name(table.shape), RowTableKind::kState, kStepRecordBytes, kStepsMax});
-  }
-
   SI_RETURN_IF_ERROR(storage::RowFile::check(layout));
   const uint64_t fixed = storage::RowFile::memory_bytes_max(layout);
   if (fixed > options.row_memory_bytes) {
@@ -273,25 +214,26 @@ Status RowsAccess::open(const OpenTables& message) {
   }
 
   const storage::StoreOptions store = linked_store_options(options);
-  SI_ASSIGN_OR_RETURN(storage::CachePlace place,
-                      options.open_cache_place
-                          ? options.open_cache_place(storage::kRowFileName, store)
-                          : storage::open_cache_place(
-                                options.path, storage::kRowFileName,
-                                message.create ? storage::RowFile::file_bytes(layout) : 0, store));
+  const auto place = [&](std::string_view name, uint64_t bytes) {
+    return options.open_cache_place ? options.open_cache_place(name, store)
+                                    : storage::open_cache_place(options.path, name, bytes, store);
+  };
   if (message.create) {
+    SI_ASSIGN_OR_RETURN(auto made,
+                        place(storage::kRowFileName, storage::RowFile::file_bytes(layout)));
     SI_ASSIGN_OR_RETURN(
-        file_, storage::RowFile::create(std::move(place), layout, store.watchdog, traffic_));
+        file_, storage::RowFile::create(std::move(made), layout, store.watchdog, traffic_));
   } else {
-    SI_ASSIGN_OR_RETURN(auto opened,
-                        storage::RowFile::open(std::move(place), layout.run, committed_record_,
-                                               store.watchdog, traffic_));
+    SI_ASSIGN_OR_RETURN(auto opened, storage::open_row_file(
+                                         [&](std::string_view name) { return place(name, 0); },
+                                         layout.run, committed_record_, store.watchdog, traffic_));
     const storage::RowFileLayout& there = opened->layout();
     if (there.description != layout.description) {
+      SI_ASSIGN_OR_RETURN(const RunTables held, run_tables_from_json(there.description));
       return Status(ErrorCode::kMismatch,
                     fmt::format("the device holds other tables ({}) than those that are asked for "
                                 "({})",
-                                there.description, layout.description),
+                                text_of(held), text_of(asked)),
                     "Name the tables as the run was begun with, or start a new run in other "
                     "directories.");
     }
@@ -311,26 +253,9 @@ Status RowsAccess::open(const OpenTables& message) {
 Status RowsAccess::read_steps() {
   for (Table& table : tables_) {
     if (!table.shape.catches_up() || first_) continue;
-    Status bad;
-    bool more = true;
-    for (uint64_t first = 0; more && first < kStepsMax; first += kRowsAtOnce) {
-      std::vector<uint32_t> rows(kRowsAtOnce);
-      std::iota(rows.begin(), rows.end(), static_cast<uint32_t>(first));
-      more = false;
-      SI_RETURN_IF_ERROR(
-          file_->read(table.steps_table, rows, [&](size_t, std::span<const std::byte> record) {
-            if (record.empty()) return;
-            Result<kernels::RowScalars> scalars = decoded(record);
-            more = true;
-            if (scalars.ok()) {
-              table.steps.push_back(*scalars);
-            } else {
-              bad = scalars.status();
-            }
-          }));
-      SI_RETURN_IF_ERROR(bad);
-    }
-    std::ranges::sort(table.steps, {}, step_of);
+    SI_ASSIGN_OR_RETURN(table.steps, csd::read_steps([&](auto rows, const auto& visit) {
+                          return file_->read(table.steps_table, rows, visit);
+                        }));
     table.committed_steps = table.steps.size();
   }
   return Status();
@@ -375,16 +300,6 @@ void RowsAccess::begin_record(const Table& table, uint32_t row, std::span<const 
   } else {
     std::ranges::fill(record, std::byte{0});
   }
-}
-
-/// Of a table that catches up: brings a record over those of the steps that it has missed.
-void RowsAccess::bring_up(std::span<const kernels::RowScalars> steps, std::span<std::byte> record) {
-  if (steps.empty()) return;
-  const base::StepNumber from = kernels::record_step(record);
-  // A row that was never updated has no momentum that would move it.
-  if (from == 0) return;
-  const auto missed = std::ranges::upper_bound(steps, from, {}, step_of);
-  kernels::catch_up(steps.subspan(static_cast<size_t>(missed - steps.begin())), record);
 }
 
 template <typename Visit>
@@ -463,7 +378,7 @@ Status RowsAccess::update(const UpdateRows& message) {
     table->steps.push_back(message.scalars);
     const auto row = static_cast<uint32_t>(caller_step);
     SI_RETURN_IF_ERROR(
-        file_->append(table->steps_table, std::span(&row, 1), encoded(message.scalars)));
+        file_->append(table->steps_table, std::span(&row, 1), encode_step(message.scalars)));
   }
   // Records are brought up to the step before this one.
   const auto before =
@@ -634,6 +549,39 @@ Status RowsAccess::abort(base::StepNumber step) {
   }
   step_failure_ = Status();
   return updating ? file_->abort(step) : Status();
+}
+
+// ---- Copies.
+
+namespace {
+
+/// The rows of an open device, between its messages.
+class OpenRows final : public RowSnapshot {
+ public:
+  using Locked = std::function<std::unique_lock<std::mutex>()>;
+  OpenRows(storage::RowFile& file, Locked locked) : file_(file), locked_(std::move(locked)) {}
+
+  const storage::RowFileLayout& layout() const override { return file_.layout(); }
+  Status read(uint32_t table, std::span<const uint32_t> rows, const Visit& visit) override {
+    const auto lock = locked_();
+    return file_.read(table, rows, visit);
+  }
+  Result<uint64_t> clone_to(const std::string& directory) override {
+    const auto lock = locked_();
+    return clone_rows(file_.path(), directory);
+  }
+
+ private:
+  storage::RowFile& file_;
+  const Locked locked_;
+};
+
+}  // namespace
+
+std::unique_ptr<RowSnapshot> RowsAccess::rows_snapshot() {
+  const auto lock = between_messages();
+  if (file_ == nullptr) return nullptr;
+  return std::make_unique<OpenRows>(*file_, [this] { return between_messages(); });
 }
 
 }  // namespace smartinf::csd

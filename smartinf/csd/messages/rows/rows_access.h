@@ -34,6 +34,7 @@ class RowsAccess final : public BesideAccess {
   base::Result<std::string> prepare(base::StepNumber step) override;
   base::Status commit(base::StepNumber step) override;
   base::Status abort(base::StepNumber step) override;
+  std::unique_ptr<RowSnapshot> rows_snapshot() override;
 
   // Of a family that uses the device's I/O thread and its store.
   bool took(storage::SubgroupIo&) override { return false; }
@@ -79,7 +80,6 @@ class RowsAccess final : public BesideAccess {
                                const Visit& visit);
   void begin_record(const Table& table, uint32_t row, std::span<const std::byte> stored,
                     std::span<std::byte> record) const;
-  static void bring_up(std::span<const kernels::RowScalars> steps, std::span<std::byte> record);
   bool writable(const Table& table) const;
   std::unique_lock<std::mutex> between_messages();
   void pass_host_link(LinkDirection direction, base::TrafficKind kind, uint64_t bytes);

@@ -90,6 +90,15 @@ void PyCheckpoint::read(size_t part, size_t plane, uint64_t first, uint64_t coun
       parts_[part]->reader.read(plane, first, {reinterpret_cast<float*>(address), count}));
 }
 
+engine::StoredTables* PyCheckpoint::tables() const {
+  for (const auto& part : parts_) {
+    if (part->run.tables == nullptr || parts_.size() == 1) continue;
+    throw StatusError(base::Status(base::ErrorCode::kUnsupported,
+                                   "a checkpoint of several ranks that has tables is not loaded"));
+  }
+  return parts_.front()->run.tables.get();
+}
+
 void PyCheckpoint::check() {
   const nb::gil_scoped_release released;
   for (const auto& part : parts_) python::check(part->reader.check());

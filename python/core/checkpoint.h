@@ -26,6 +26,8 @@ class PyCheckpoint {
   nanobind::list parts() const;
   void read(size_t part, size_t plane, uint64_t first, uint64_t count, uintptr_t address);
   void check();
+  /// Null: it has none. Errors: kUnsupported, those of several ranks.
+  engine::StoredTables* tables() const;
 
  private:
   struct Part {

@@ -316,6 +316,10 @@ void define_tables(nb::class_<PyUpdater, PyWeightSource>& updater) {
            "type"_a, "gradient"_a, "[count, dim], after begin_step(); repeats are added in order.")
       .def("put_rows", &PyUpdater::put_rows, "table"_a, "ids"_a, "count"_a, "values"_a,
            "Weights [count, dim] f32, before initialize().")
+      .def("load_tables", &PyUpdater::load_tables, "checkpoint"_a,
+           "The next edit_state() gives all tables the rows of the checkpoint, which lives until "
+           "then. "
+           "Without tables on both sides nothing happens.")
       .def("read_records", &PyUpdater::read_records, "table"_a, "first"_a, "count"_a, "visit"_a,
            "visit(first row, memoryview of floats) of some rows after others: of each its weights, "
            "the planes of the rule, and the step of its last update, a u32.");

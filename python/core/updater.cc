@@ -20,6 +20,7 @@
 #include "smartinf/kernels/update.h"
 
 #include "python/core/arguments.h"
+#include "python/core/checkpoint.h"
 #include "python/core/errors.h"
 #include "python/core/ranks.h"
 
@@ -573,6 +574,25 @@ void PyUpdater::read_records(size_t table, uint64_t first, uint64_t count, nb::c
       return Status();
     }));
   });
+}
+
+void PyUpdater::load_tables(const PyCheckpoint& from) {
+  engine::RowTables* const tables = core().tables();
+  engine::StoredTables* const stored = from.tables();
+  if (tables == nullptr && stored == nullptr) return;
+  if (tables == nullptr) {
+    throw StatusError(Status(ErrorCode::kMismatch,
+                             "the checkpoint has tables (" + csd::text_of(stored->tables()) +
+                                 "), and this optimizer none",
+                             "Call smartinf.move_tables() as when it was saved."));
+  }
+  if (stored == nullptr) {
+    throw StatusError(
+        Status(ErrorCode::kMismatch,
+               "the checkpoint has no tables, and this optimizer has " + tables->table(0).name,
+               "Use one that was saved after smartinf.move_tables()."));
+  }
+  check(tables->load_next(*stored));
 }
 
 void PyUpdater::save_checkpoint(const std::string& path, bool replace, std::string trainer,

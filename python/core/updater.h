@@ -38,6 +38,8 @@ struct StoredState {
 std::optional<StoredState> stored_state(const engine::DeviceSources& sources);
 
 /// Documented for its users in module.cc.
+class PyCheckpoint;  // checkpoint.h
+
 class PyUpdater final : public PyWeightSource {
  public:
   PyUpdater(const nanobind::dict& options, const std::vector<std::string>& names,
@@ -85,6 +87,7 @@ class PyUpdater final : public PyWeightSource {
                         uintptr_t gradient);
   void put_rows(size_t table, uintptr_t ids, size_t count, uintptr_t values);
   void read_records(size_t table, uint64_t first, uint64_t count, nanobind::callable visit);
+  void load_tables(const PyCheckpoint& from);
 
   /// Copies the committed state, durably; progress(bytes done, bytes in all).
   void save_checkpoint(const std::string& path, bool replace, std::string trainer,

@@ -44,6 +44,7 @@ Status DeviceUpdater::initialize(const WholeState::Fill& fill, const std::string
 
 Status DeviceUpdater::edit_state(const WholeState::Edit& edit, const std::string& client_metadata,
                                  const CompressionState& compression) {
+  const auto load = tables_ == nullptr ? nullptr : tables_->take_load();
   SI_RETURN_IF_ERROR(check_client_metadata(client_metadata));
   SI_RETURN_IF_ERROR(be_idle("edit_state"));
   base::StepNumber step = 0;
@@ -56,6 +57,7 @@ Status DeviceUpdater::edit_state(const WholeState::Edit& edit, const std::string
   const bool changes = static_cast<bool>(edit);
   Status written = state_.on_all_devices(csd::BeginStep{step});
   if (written.ok() && changes) written = state_.edit(edit);
+  if (written.ok() && load) written = load();
   {
     const std::lock_guard lock(mutex_);
     next_metadata_ = {client_metadata, metadata_.residual_step, {}};

@@ -100,6 +100,7 @@ Result<std::unique_ptr<RowTables>> RowTables::open(const UpdaterOptions& options
     made->replies_.submit(*set.devices[d], message);
   }
   SI_RETURN_IF_ERROR(made->wait_for_all());
+  made->opening_ = std::move(message);
   return made;
 }
 
@@ -383,6 +384,68 @@ Status RowTables::read_records(
                   record);
     }
     SI_RETURN_IF_ERROR(visit(begin, records));
+  }
+  return Status();
+}
+
+// ---- Rows of a checkpoint.
+
+Status RowTables::load_next(StoredTables& from) {
+  const csd::RunTables ours{opening_.tables, from.tables().chunks};
+  if (csd::to_json(ours) != csd::to_json(from.tables())) {
+    return Status(ErrorCode::kMismatch,
+                  fmt::format("the checkpoint has other tables ({}) than the run ({})",
+                              csd::text_of(from.tables()), csd::text_of(ours)),
+                  "Name the tables as they were when it was made.");
+  }
+  load_from_ = &from;
+  return Status();
+}
+
+std::function<Status()> RowTables::take_load() {
+  StoredTables* const from = std::exchange(load_from_, nullptr);
+  if (from == nullptr) return nullptr;
+  return [this, from] { return load(*from); };
+}
+
+Status RowTables::load(StoredTables& from) {
+  csd::OpenTables message = opening_;
+  message.create = true;
+  for (uint32_t d = 0; d < set_.devices.size(); ++d) {
+    message.device_index = d;
+    replies_.submit(*set_.devices[d], message);
+  }
+  SI_RETURN_IF_ERROR(wait_for_all());
+  for (size_t t = 0; t < tables_.size(); ++t) {
+    if (tables_[t].options.kind == RowTableKind::kScratch) continue;
+    SI_RETURN_IF_ERROR(from.read(t, 0, tables_[t].options.rows, /*initial=*/false,
+                                 [&](uint64_t row, std::span<const std::byte> records) {
+                                   return put_records(t, row, records);
+                                 }));
+  }
+  return Status();
+}
+
+Status RowTables::put_records(size_t number, uint64_t first, std::span<const std::byte> records) {
+  const Table& table = tables_[number];
+  const uint64_t bytes = shape_of(table.options).record_bytes();
+  for (uint64_t at = 0; at < records.size() / bytes; at += csd::kRowsOfMessageMax) {
+    const uint64_t end = std::min(at + csd::kRowsOfMessageMax, records.size() / bytes);
+    std::vector<std::vector<uint32_t>> rows(set_.devices.size());
+    std::vector<std::vector<std::byte>> values(set_.devices.size());
+    for (uint64_t i = at; i < end; ++i) {
+      const uint32_t d = table.placement.device_of(first + i);
+      rows[d].push_back(table.placement.local_row(first + i));
+      const auto record = records.subspan(i * bytes, bytes);
+      values[d].insert(values[d].end(), record.begin(), record.end());
+    }
+    for (size_t d = 0; d < rows.size(); ++d) {
+      if (rows[d].empty()) continue;
+      replies_.submit(*set_.devices[d],
+                      csd::PutRows{static_cast<uint32_t>(number), /*records=*/true,
+                                   csd::row_bytes(rows[d]), values[d]});
+    }
+    SI_RETURN_IF_ERROR(wait_for_all());
   }
   return Status();
 }

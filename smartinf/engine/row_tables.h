@@ -19,6 +19,7 @@
 #include "smartinf/engine/device_replies.h"
 #include "smartinf/engine/device_set.h"
 #include "smartinf/engine/options.h"
+#include "smartinf/engine/stored_tables.h"
 #include "smartinf/plan/row_schedule.h"
 
 namespace smartinf::engine {
@@ -61,10 +62,17 @@ class RowTables {
       size_t table, uint64_t first, uint64_t count,
       const std::function<base::Status(uint64_t row, std::span<const std::byte> records)>& visit);
 
+  /// The next Updater::edit_state() gives all tables the rows of `from`, in its own step; `from`
+  /// lives until then. Devices need room for the rows twice. Errors: kMismatch for other tables,
+  /// both are named.
+  base::Status load_next(StoredTables& from);
+
   /// Rows that have a gradient in this step.
   uint64_t rows_of_step(size_t table) const { return tables_[table].rows.size(); }
 
   // For the Updater.
+  /// What load_next() asked for, once; to be called after BeginStep.
+  std::function<base::Status()> take_load();
   struct Found {
     double sum_of_squares = 0;
     bool finite = true;
@@ -100,9 +108,13 @@ class RowTables {
   base::Status send_values(size_t table, std::span<const int64_t> ids,
                            std::span<const float> values, bool add);
   base::Status wait_for_all();
+  base::Status load(StoredTables& from);
+  base::Status put_records(size_t table, uint64_t first, std::span<const std::byte> records);
 
   const DeviceSet& set_;
   DeviceReplies replies_;
+  csd::OpenTables opening_;  // as the devices were asked, but for their numbers
+  StoredTables* load_from_ = nullptr;
   std::vector<Table> tables_;
   base::DataType gradient_type_ = base::DataType::kBf16;
   std::vector<std::vector<uint32_t>> prefetched_;  // rows of hints that were not answered

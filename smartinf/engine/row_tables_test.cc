@@ -350,6 +350,40 @@ TEST_F(RowTablesTest, ComeBackFromACheckpointOnOtherDevices) {
   go_on();
   ASSERT_FALSE(HasFailure());
   EXPECT_FALSE(std::filesystem::exists(first / "smartinf.rows.new"));
+  // Into a run that has gone on, in a step of its own; one that fails leaves it as it is.
+  open();
+  ASSERT_FALSE(HasFatalFailure());
+  const auto load = [&](bool fails) {
+    const auto made = read_checkpoint(written->path);
+    ASSERT_TRUE(made.ok());
+    auto run = open_checkpoint(*made);
+    ASSERT_TRUE(run.ok()) << run.status().to_string();
+    expect_ok(updater_->tables()->load_next(*run->tables));
+    ElementReader reader(*run);
+    const Status edited = updater_->edit_state(
+        [&](uint64_t first, std::span<const std::span<float>> planes) -> base::Result<bool> {
+          if (fails) return Status(ErrorCode::kCancelled, "no");
+          for (size_t p = 0; p < planes.size(); ++p) {
+            SI_RETURN_IF_ERROR(reader.read(p, first, planes[p]));
+          }
+          return true;
+        },
+        "loaded");
+    EXPECT_EQ(edited.ok(), !fails) << edited.to_string();
+  };
+  load(true);
+  expect_records(reference);
+  load(false);
+  reference = at_checkpoint;
+  expect_records(reference);
+  open();
+  ASSERT_FALSE(HasFatalFailure());
+  step(8, &reference);
+  open();
+  ASSERT_FALSE(HasFatalFailure());
+  expect_records(reference);
+  updater_.reset();
+
   // With other shares of rows.
   for (const std::vector<double>& bandwidths : {std::vector<double>{1}, {2, 1, 1}}) {
     for (const DeviceOptions& device : options_.devices) {

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
+#include <filesystem>
 #include <functional>
 #include <utility>
 
@@ -156,7 +157,8 @@ void RowsAccess::pass_host_link(LinkDirection direction, base::TrafficKind kind,
 
 Status RowsAccess::open(const OpenTables& message) {
   const LocalDeviceOptions& options = parts_.options;
-  if (file_ != nullptr) {
+  const bool replaces = file_ != nullptr && message.create && begun_ && !first_ && !updating_;
+  if (file_ != nullptr && !replaces) {
     return Status(ErrorCode::kFailedPrecondition, "the tables are open already");
   }
   if (options.make_processor) {
@@ -168,7 +170,7 @@ Status RowsAccess::open(const OpenTables& message) {
     return Status(ErrorCode::kUnsupported, "tables are committed with every step",
                   "Use durability = \"step\" for a run with tables.");
   }
-  if (message.create != first_) {
+  if (message.create != first_ && !replaces) {
     return message.create
                ? Status(ErrorCode::kAlreadyExists, "the device holds the state of a run already")
                : Status(ErrorCode::kFailedPrecondition, "the device holds no committed step");
@@ -178,6 +180,7 @@ Status RowsAccess::open(const OpenTables& message) {
                       device_tables(asked, parts_.store->layout().run, message.device_index,
                                     message.device_count, message.log_bytes));
   const storage::RowFileLayout& layout = here.layout;
+  if (replaces) return replace(layout);
   std::vector<Table> tables(message.tables.size());
   for (size_t i = 0; i < tables.size(); ++i) {
     tables[i].shape = message.tables[i];
@@ -214,18 +217,14 @@ Status RowsAccess::open(const OpenTables& message) {
   }
 
   const storage::StoreOptions store = linked_store_options(options);
-  const auto place = [&](std::string_view name, uint64_t bytes) {
-    return options.open_cache_place ? options.open_cache_place(name, store)
-                                    : storage::open_cache_place(options.path, name, bytes, store);
-  };
   if (message.create) {
     SI_ASSIGN_OR_RETURN(auto made,
-                        place(storage::kRowFileName, storage::RowFile::file_bytes(layout)));
+                        open_place(storage::kRowFileName, storage::RowFile::file_bytes(layout)));
     SI_ASSIGN_OR_RETURN(
         file_, storage::RowFile::create(std::move(made), layout, store.watchdog, traffic_));
   } else {
     SI_ASSIGN_OR_RETURN(auto opened, storage::open_row_file(
-                                         [&](std::string_view name) { return place(name, 0); },
+                                         [&](std::string_view name) { return open_place(name, 0); },
                                          layout.run, committed_record_, store.watchdog, traffic_));
     const storage::RowFileLayout& there = opened->layout();
     if (there.description != layout.description) {
@@ -248,6 +247,51 @@ Status RowsAccess::open(const OpenTables& message) {
   const Status read = read_steps();
   if (!read.ok()) file_.reset();
   return read;
+}
+
+Result<storage::CachePlace> RowsAccess::open_place(std::string_view name, uint64_t bytes) const {
+  const storage::StoreOptions store = linked_store_options(parts_.options);
+  return parts_.options.open_cache_place
+             ? parts_.options.open_cache_place(name, store)
+             : storage::open_cache_place(parts_.options.path, name, bytes, store);
+}
+
+/// Within a step that has updated no rows, OpenTables::create makes the tables anew: what is put
+/// from then on takes the place of all that was there when the step is committed.
+Status RowsAccess::replace(storage::RowFileLayout layout) {
+  if (layout.description != file_->layout().description) {
+    return refuse("other tables than those that are open");
+  }
+  if (parts_.options.open_cache_place) {
+    return Status(ErrorCode::kUnsupported, "the drive has room for one file of tables");
+  }
+  layout.log_bytes = file_->layout().log_bytes;
+  SI_ASSIGN_OR_RETURN(auto place,
+                      open_place(storage::kNewRowFileName, storage::RowFile::file_bytes(layout)));
+  SI_ASSIGN_OR_RETURN(next_file_, storage::RowFile::create(
+                                      std::move(place), std::move(layout),
+                                      linked_store_options(parts_.options).watchdog, traffic_));
+  next_file_->begin_step(step_);
+  updating_ = true;
+  return Status();
+}
+
+/// The step that the new file is of is decided.
+Status RowsAccess::take_replacement(base::StepNumber step) {
+  SI_RETURN_IF_ERROR(next_file_->commit(step));
+  SI_RETURN_IF_ERROR(next_file_->close());
+  next_file_.reset();
+  file_.reset();
+  for (Table& table : tables_) {
+    table.cache->clear();
+    table.steps.clear();
+    table.committed_steps = 0;
+  }
+  SI_ASSIGN_OR_RETURN(
+      file_, storage::open_row_file([&](std::string_view name) { return open_place(name, 0); },
+                                    parts_.store->layout().run, next_record_,
+                                    linked_store_options(parts_.options).watchdog, traffic_));
+  return Status();
 }
 
 Status RowsAccess::read_steps() {
@@ -415,7 +459,7 @@ Status RowsAccess::update(const UpdateRows& message) {
 }
 
 bool RowsAccess::writable(const Table& table) const {
-  return table.shape.kind == RowTableKind::kScratch || first_;
+  return table.shape.kind == RowTableKind::kScratch || first_ || next_file_ != nullptr;
 }
 
 Status RowsAccess::put(const PutRows& message) {
@@ -428,7 +472,8 @@ Status RowsAccess::put(const PutRows& message) {
                   "rows of " + table->shape.name + " are put before the first step is committed");
   }
   const std::span<const uint32_t> rows = row_numbers(message.rows);
-  if (row == table->record_bytes) return file_->put(message.table, rows, message.values);
+  storage::RowFile& file = next_file_ != nullptr ? *next_file_ : *file_;
+  if (row == table->record_bytes) return file.put(message.table, rows, message.values);
   std::vector<std::byte> records(std::min<uint64_t>(rows.size(), kRowsAtOnce) *
                                  table->record_bytes);
   for (uint64_t first = 0; first < rows.size(); first += kRowsAtOnce) {
@@ -438,8 +483,8 @@ Status RowsAccess::put(const PutRows& message) {
       std::memcpy(records.data() + i * table->record_bytes,
                   message.values.data() + (first + i) * dim_bytes, dim_bytes);
     }
-    SI_RETURN_IF_ERROR(file_->put(message.table, some,
-                                  std::span(records).first(some.size() * table->record_bytes)));
+    SI_RETURN_IF_ERROR(
+        file.put(message.table, some, std::span(records).first(some.size() * table->record_bytes)));
   }
   return Status();
 }
@@ -515,7 +560,8 @@ Result<std::string> RowsAccess::prepare(base::StepNumber step) {
     file_->begin_step(step);
     updating_ = true;
   }
-  Result<std::string> record = file_->prepare(step);
+  Result<std::string> record = (next_file_ != nullptr ? next_file_ : file_)->prepare(step);
+  if (next_file_ != nullptr && record.ok()) next_record_ = *record;
   if (!record.ok()) step_failure_ = record.status();
   return record;
 }
@@ -529,6 +575,7 @@ Status RowsAccess::commit(base::StepNumber step) {
     table.cache->release_all();
     table.committed_steps = table.steps.size();
   }
+  if (next_file_ != nullptr) return take_replacement(step);
   return file_->commit(step);
 }
 
@@ -548,6 +595,14 @@ Status RowsAccess::abort(base::StepNumber step) {
     }
   }
   step_failure_ = Status();
+  if (next_file_ != nullptr) {
+    const std::string path = next_file_->path();
+    SI_RETURN_IF_ERROR(next_file_->close());
+    next_file_.reset();
+    std::error_code error;
+    std::filesystem::remove(path, error);
+    return Status();
+  }
   return updating ? file_->abort(step) : Status();
 }
 

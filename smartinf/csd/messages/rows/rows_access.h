@@ -61,6 +61,9 @@ class RowsAccess final : public BesideAccess {
   void run();
   base::Status carry_out(const Command& command);
   base::Status open(const OpenTables& message);
+  base::Result<storage::CachePlace> open_place(std::string_view name, uint64_t bytes) const;
+  base::Status replace(storage::RowFileLayout layout);
+  base::Status take_replacement(base::StepNumber step);
   base::Status read_steps();
   base::Result<Table*> find(uint32_t table);
   static base::Status check_rows(const Table& table, std::span<const std::byte> rows,
@@ -96,6 +99,8 @@ class RowsAccess final : public BesideAccess {
   std::atomic<int> steps_waiting_ = 0;
   std::mutex work_mutex_;  // of everything below
   std::unique_ptr<storage::RowFile> file_;
+  std::unique_ptr<storage::RowFile> next_file_;  // takes file_'s place with the step that has begun
+  std::string next_record_;                      // that file's
   std::vector<Table> tables_;
   std::string committed_record_;  // the row file's, of the committed step, when it was opened
   base::StepNumber step_ = 0;     // that has begun

@@ -138,6 +138,7 @@ void define_checkpoint(nb::module_& module) {
            "plane is of this step), ahead [(lr, variance's bias, eps)] by range, or none}]")
       .def("read", &PyCheckpoint::read, "part"_a, "plane"_a, "first"_a, "count"_a, "address"_a,
            "Elements of a part's space as f32 to host memory.")
+      .def("has_tables", [](const PyCheckpoint& one) { return one.tables() != nullptr; })
       .def("check", &PyCheckpoint::check, "Reads everything, for its checksums only.");
 }
 

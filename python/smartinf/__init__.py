@@ -16,7 +16,7 @@ The modules, in the order in which a step meets them; each says in its first lin
 - gradients, released_gradients, averaged_gradients, amp: where a step's gradients come from
 - residency, absent_parameter, late_weights, early_updates: weights that a step has left behind (overlap)
 - streaming, units, layer_stream, layer_window, device_slots, layer_major: models larger than memory
-- tables, nn: embeddings of which a step touches few rows
+- tables, table_files, nn: embeddings of which a step touches few rows
 - activations, spooled_tensors: what autograd saves, on devices
 - device_cache: keys and values of generate, on devices
 - device_copies: what goes between the host and a GPU beside what computes there
@@ -72,6 +72,7 @@ if TYPE_CHECKING:
     from smartinf.layer_major import forward_backward
     from smartinf.optimizers import SGD, Adagrad, Adam, AdamW, Lion
     from smartinf.streaming import from_pretrained, stream
+    from smartinf.table_files import save_tables
     from smartinf.tables import move_tables
 
 _OTHERS = {
@@ -81,6 +82,7 @@ _OTHERS = {
     "offload_activations": "activations",
     "DeviceCache": "device_cache",
     "move_tables": "tables",
+    "save_tables": "table_files",
 }
 _OPTIMIZERS = ("AdamW", "Adam", "SGD", "Adagrad", "Lion")
 

@@ -110,14 +110,14 @@ class Stored:
     def __init__(self, folder):
         self.folder = absolute(folder)
         try:
-            self._core = _core.Checkpoint(self.folder)
+            self.core = _core.Checkpoint(self.folder)
         except DeviceError as error:
             if error.code != "not found" or error.path != self.folder:
                 raise
             raise self._missing(error) from None
-        self.rule = self._core.rule()
-        self.planes = self._core.planes()
-        self._parts = self._core.parts()
+        self.rule = self.core.rule()
+        self.planes = self.core.planes()
+        self._parts = self.core.parts()
         self.param_groups, self.parameters = self._described()
         self._ranges = self._ranges_of_parameters()
         self.residual = "residual" in self.planes and all(part["residual"] for part in self._parts)
@@ -129,7 +129,7 @@ class Stored:
     def _described(self):
         """(param_groups or None, [(name, shape)])."""
         try:
-            about = json.loads(self._core.trainer() or "{}")
+            about = json.loads(self.core.trainer() or "{}")
             groups = about.get("param_groups")
             if groups is not None:
                 groups = [{**group, "params": list(map(operator.index, group["params"]))} for group in groups]
@@ -193,14 +193,14 @@ class Stored:
 
     def check(self):
         """Reads everything. Errors: CorruptError for a damaged block."""
-        self._core.check()
+        self.core.check()
 
     def read(self, plane, number, start, stop, out):
         """Elements [start, stop) of parameter `number` into `out`, a contiguous f32 tensor."""
         for low, high, part, at, _ in self._ranges[number]:
             a, b = max(start, low), min(stop, high)
             if a < b:
-                self._core.read(part, plane, at + a - low, b - a, out.data_ptr() + 4 * (a - start))
+                self.core.read(part, plane, at + a - low, b - a, out.data_ptr() + 4 * (a - start))
 
     def read_residual(self, number, start, stop, out):
         """The same of the residual, into bf16."""
@@ -274,6 +274,7 @@ def load(session, folder, strict):
                 stored.ahead(number_of[segment.param]) if segment.param in number_of else (0.0, 1.0, 0.0)
                 for segment in layout.segments
             ]
+        session.core.load_tables(stored.core)
         session.edit(edit, lineage, residual, ahead)
     session.claim()
     session.load_weights()

@@ -305,6 +305,15 @@ def _load_optimizer_and_scheduler(plain, trainer, checkpoint):
     return made
 
 
+@_around("_load_best_model")
+def _load_best_model(plain, trainer):
+    made = plain(trainer)
+    ours = _carries_state(trainer.optimizer)
+    if ours is not None and session_of(ours).tables is not None:  # the model's own files have no rows
+        ours.load_checkpoint(os.path.join(trainer.state.best_model_checkpoint, _FOLDER))
+    return made
+
+
 def register(accelerator, optimizer):
     """Makes accelerator.save_state() and load_state() carry the state of `optimizer` (ours, wrapped by
     prepare() or not), in a folder smartinf/ inside theirs. With FSDP2 they do so by themselves. Returns nothing."""

@@ -26,7 +26,7 @@ def discard(options):
 
 def lay_out_anew(session, groups, reopen):
     """reopen() opens the devices with resume=False, and returns the session. Collective."""
-    if session.lineage.updates == 0 and not session.unclaimed:
+    if session.lineage.updates == 0 and not session.unclaimed and session.tables is None:
         reopen()
         return
     session.ready()

@@ -235,8 +235,6 @@ class StorageOptimizer(torch.optim.Optimizer):
         """As in torch. After the optimizer was made the devices are laid out anew: state that is
         there already is kept, by way of a checkpoint beside the first device of this machine. After a crash in between
         that checkpoint is still there, and opening the devices says how to bring it back."""
-        if self._session is not None:
-            self._reject_tables("add_param_group()")
         if self._session is not None and self._session.stream is not None:
             raise UsageError(
                 "add_param_group() of a streamed model's optimizer is not possible: close() it and make one with all groups "
@@ -261,7 +259,7 @@ class StorageOptimizer(torch.optim.Optimizer):
 
     def _reject_tables(self, call):
         if self._session.tables is not None:
-            raise UsageError(f"{call} knows nothing of tables (move_tables); docs/rows.md says what does")
+            raise UsageError(f"{call} has no rows of tables (move_tables): save_checkpoint() and load_checkpoint() have them")
 
     # ---- A step.
 
@@ -436,6 +434,7 @@ class StorageOptimizer(torch.optim.Optimizer):
         torch.optim's class of the same name loads it. Collective: under several ranks every rank
         calls it and gets all of it. Parameters that have not been stepped yet have no entry."""
         self._session.reject_signal_handler("full_state_dict()")
+        self._reject_tables("full_state_dict()")
         made = _as_written(torch.optim.Optimizer.state_dict)(self)
         with self._options.ranks.at("full_state_dict()"):
             return state_io.full_dict(self._session, made, self.param_groups)
@@ -455,6 +454,8 @@ class StorageOptimizer(torch.optim.Optimizer):
         self._session.reject_signal_handler("load_state_dict()")
         self._session.reject_step_in_progress("load_state_dict")
         groups = state_io.without_state(state_dict)
+        if "smartinf" not in state_dict:
+            self._reject_tables("load_state_dict() of torch's own form")
         state_io.check_groups(groups["param_groups"], self.param_groups)
         _as_written(torch.optim.Optimizer.load_state_dict)(self, groups)
         with self._options.ranks.at("load_state_dict()"):
@@ -467,7 +468,6 @@ class StorageOptimizer(torch.optim.Optimizer):
         with several ranks each of its parts. One that holds a checkpoint is refused unless `replace` is
         true; the old one is then there until the new one is whole."""
         self._session.reject_signal_handler("save_checkpoint()")
-        self._reject_tables("save_checkpoint()")
         with self._options.ranks.at("save_checkpoint()"):
             self._session.ready()
             if self._session.step_begun:  # sums of passes that are still in memory do not matter
@@ -482,7 +482,6 @@ class StorageOptimizer(torch.optim.Optimizer):
         damaged block. State is then unchanged."""
         self._session.opened()
         self._session.reject_signal_handler("load_checkpoint()")
-        self._reject_tables("load_checkpoint()")
         self._session.reject_step_in_progress("load_checkpoint")
         with self._options.ranks.at("load_checkpoint()"):
             checkpoint.load(self._session, folder, strict=True)

@@ -2,11 +2,12 @@
 
 import fnmatch
 import weakref
+import os
 from collections.abc import Sequence
 
 import torch
 
-from smartinf import nn, open_optimizers
+from smartinf import nn, open_optimizers, table_files
 from smartinf.errors import UsageError
 from smartinf.layout import TYPE_NAMES
 from smartinf.sizes import parse_bytes
@@ -22,7 +23,7 @@ _moved = weakref.WeakKeyDictionary()  # model -> Tables
 def move_tables(
     model: torch.nn.Module, names: Sequence[str] | str, devices: Devices | None = None, *, rule: str = "sparse_adam",
     betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, lr_scale: float = 1.0, std: float | None = None,
-    memory: Size = "256MiB", log: Size | None = None,
+    weights: str | os.PathLike | None = None, memory: Size = "256MiB", log: Size | None = None,
 ) -> list[str]:  # fmt: skip
     """Makes tables on devices of a model's torch.nn.Embedding and EmbeddingBag modules, and returns their names. Call it
     before the model's optimizer is made, which then keeps the tables on its devices and commits their rows with each step.
@@ -36,6 +37,8 @@ def move_tables(
     betas, eps: of the rule. lr_scale: a table's learning rate is that of the optimizer's first group times this.
     std: rows begin as random numbers of this deviation, made when they are first used, in place of the values that the
         modules have; needed where they have none (device "meta"), the same whenever the run is opened again.
+    weights: a safetensors file or a folder of a model that has what rows begin with, under the module's name and
+        ".weight", in place of the values that the modules have; read some rows at a time.
     memory: bytes for where rows are and for a cache of rows, of all tables of the model together.
     log: bytes on the devices for rows on their way to their place; None: chosen.
 
@@ -47,8 +50,13 @@ def move_tables(
     if not all(0 <= beta < 1 for beta in betas) or len(betas) != 2 or not 1e-30 <= eps <= 1:
         raise UsageError(f"betas={betas!r}, eps={eps!r}: two betas from 0 to below 1 and an eps from 1e-30 to 1 are needed")
     modules = _embeddings(model, [names] if isinstance(names, str) else list(names))
+    if std is not None and weights is not None:
+        raise UsageError("std= and weights= both say what rows begin with; leave one out")
+    stored = {}
     for name, module in modules.items():
-        _check(model, name, module, std)
+        _check(model, name, module, std, weights)
+        if weights is not None:
+            stored[name] = table_files.StoredRows(weights, f"{name}.weight", module.weight.shape)
     if open_optimizers.of_parameters([module.weight for module in modules.values()]):
         raise UsageError("move_tables() after the optimizer was made, which has the weights as parameters: call it before")
     tables = _moved.setdefault(model, Tables())
@@ -61,7 +69,7 @@ def move_tables(
     }  # fmt: skip
     for name, module in modules.items():
         weight = module._parameters.pop("weight")
-        module.table = Table(tables, name, weight, options, lr_scale, keep=std is None)
+        module.table = Table(tables, name, weight, options, lr_scale, stored.get(name, weight if std is None else None))
         module.weight = nn.weight_of(name, weight.shape, weight.dtype, "cpu" if weight.is_meta else weight.device)
         module.__class__ = _class_of(type(module))
     return list(modules)
@@ -80,7 +88,7 @@ def _embeddings(model, patterns):
     return {name: module for name, module in known.items() if name in wanted}
 
 
-def _check(model, name, module, std):
+def _check(model, name, module, std, weights):
     if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
         raise UsageError(f"{name} is a table already")
     for option in ("max_norm", "scale_grad_by_freq"):
@@ -92,9 +100,12 @@ def _check(model, name, module, std):
         raise UsageError(f"{name} shares its weight with {', '.join(others)}, which uses all rows; leave it out")
     if module.weight.dtype not in TYPE_NAMES:
         raise UsageError(f"{name} is {module.weight.dtype}; known are float32, bfloat16 and float16")
-    if module.weight.is_meta and std is None:
-        raise UsageError(f'{name} has no values (device "meta"): say by std= what deviation its rows begin with')
-    if module.weight.is_meta and not module.weight.requires_grad:
+    if module.weight.is_meta and std is None and weights is None:
+        raise UsageError(
+            f'{name} has no values (device "meta"): say by std= what deviation its rows begin with, or by weights= in what file '
+            "they are"
+        )
+    if module.weight.is_meta and weights is None and not module.weight.requires_grad:
         raise UsageError(f"{name} has no values and is not trained, so there would be nothing to read")
 
 
@@ -110,10 +121,10 @@ def _class_of(plain):
 class Table:
     """One table of a model. trained: its rows are updated. held: values of before the devices have them, or None."""
 
-    def __init__(self, tables, name, weight, options, lr_scale, keep):
+    def __init__(self, tables, name, weight, options, lr_scale, values):
         self.tables, self.name, self.lr_scale = tables, name, lr_scale
         self.shape, self.dtype, self.trained = weight.shape, weight.dtype, weight.requires_grad
-        self.held = weight.detach() if keep else None
+        self.held = values.detach() if isinstance(values, torch.Tensor) else values
         self.options = options | {
             "name": name, "rows": self.shape[0], "dim": self.shape[1], "kind": "state" if self.trained else "data"
         }  # fmt: skip
@@ -132,7 +143,7 @@ class Table:
     def gather(self, ids, dtype=None, keep=False):
         """[ids, dim] in CPU memory, of the table's type unless another is given. keep: a gradient will follow."""
         dtype = dtype or self.dtype
-        if self.held is not None and not keep:  # nobody has trained yet
+        if isinstance(self.held, torch.Tensor) and not keep:  # nobody has trained yet
             return self.held[ids.to(self.held.device)].to("cpu", dtype)
         out = torch.empty(len(ids), self.shape[1], dtype=dtype)
         self.tables.core().gather_rows(self.index, ids.data_ptr(), len(ids), TYPE_NAMES[dtype], out.data_ptr(), keep)
@@ -204,6 +215,11 @@ class Tables:
 
     def forget(self):
         self.pending.clear()
+
+
+def of_model(model):
+    """The Tables of a model, or None."""
+    return _moved.get(model)
 
 
 def of(params):

@@ -51,7 +51,8 @@ def write(folder, out):
     except OSError as error:
         raise DeviceError(f"{out} cannot be written: {error.strerror}") from error
     count = len(stored.parameters)
-    return f"{out}: update {stored.lineage.updates}, {len(state)} of {count} parameters with state"
+    line = f"{out}: update {stored.lineage.updates}, {len(state)} of {count} parameters with state"
+    return line + ("; rows of tables are in the checkpoint only" if stored.core.has_tables() else "")
 
 
 def _saved_groups(path):

@@ -1,6 +1,7 @@
 """Tables of rows on devices: smartinf.move_tables() and the modules it makes, beside the same in memory."""
 
 import copy
+import json
 import pathlib
 import signal
 import time
@@ -407,13 +408,10 @@ def test_what_goes_wrong_is_said(tmp_path):
     train(model, optimizer, range(2))
     with pytest.raises(smartinf.UsageError, match="have an optimizer already"):
         smartinf.AdamW(model.named_parameters(), lr=1e-2, devices=[tmp_path / "other"])
-    with pytest.raises(smartinf.UsageError, match="tables"):
-        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
-    for call in (optimizer.save_checkpoint, optimizer.load_checkpoint):
-        with pytest.raises(smartinf.UsageError, match="knows nothing of tables"):
-            call(tmp_path / "checkpoint")
+    with pytest.raises(smartinf.UsageError, match="has no rows of tables"):
+        optimizer.full_state_dict()
     rows = model.table.rows()
-    del optimizer, call  # the model still needs its rows
+    del optimizer  # the model still needs its rows
     assert torch.equal(model.table.rows(), rows)
     optimizer = smartinf.AdamW(model.named_parameters(), lr=1e-2, devices=[device], resume=True)
     assert torch.equal(model.table.rows(), rows)
@@ -430,6 +428,84 @@ def test_what_goes_wrong_is_said(tmp_path):
     no_values = Model(device="meta")
     with pytest.raises(smartinf.UsageError, match="has no values"):
         smartinf.move_tables(no_values, "table")
+
+
+# ---- Copies.
+
+
+@pytest.mark.parametrize("rule", ["sparse_adam", "adamw"])
+def test_a_checkpoint_has_the_rows(tmp_path, rule):
+    model, optimizer = on_devices([tmp_path / "a", tmp_path / "b"], WIDE, tables={"rule": rule, "log": "2MiB"})
+    train(model, optimizer, range(6))
+    optimizer.save_checkpoint(tmp_path / "checkpoint")
+    rows, records = model.table.rows(), planes(optimizer)
+    expected = train(model, optimizer, range(6, 10))
+    # Into the same run, that has gone on; into another on one device; into that when it is opened again.
+    optimizer.load_checkpoint(tmp_path / "checkpoint")
+    assert torch.equal(planes(optimizer).view(torch.int32), records.view(torch.int32))
+    assert train(model, optimizer, range(6, 10)) == expected
+    optimizer.close()
+    torch.manual_seed(1)
+    model, optimizer = on_devices([tmp_path / "c"], model=Model(WIDE), tables={"rule": rule})
+    train(model, optimizer, range(20, 22))
+    optimizer.load_checkpoint(tmp_path / "checkpoint")
+    assert torch.equal(model.table.rows(), rows)
+    optimizer.close()
+    model, optimizer = on_devices([tmp_path / "c"], model=Model(WIDE), tables={"rule": rule}, resume=True)
+    # A group more: the devices are laid out anew.
+    model.more = nn.Parameter(torch.zeros(3))
+    optimizer.add_param_group({"params": [("more", model.more)]})
+    assert torch.equal(model.table.rows(), rows)
+    assert train(model, optimizer, range(6, 10)) == expected
+    optimizer.close()
+    plain = Model(WIDE)
+    without = smartinf.AdamW(plain.body.named_parameters(prefix="body"), lr=1e-2, devices=[tmp_path / "d"])
+    other = on_devices([tmp_path / "e"], model=Model(WIDE), tables={"rule": "row_adam"})[1]
+    for optimizer, message in ((without, "has tables .table: 2003 rows of 20"), (other, rule + ".*row_adam")):
+        with pytest.raises(smartinf.MismatchError, match=message):
+            optimizer.load_checkpoint(tmp_path / "checkpoint")
+        optimizer.close()
+    # A row that is not what was written leaves everything as it is.
+    model, optimizer = on_devices([tmp_path / "f"], model=Model(WIDE), tables={"rule": rule})
+    before, flipped = planes(optimizer), 0
+    for file in (tmp_path / "checkpoint").glob("device-*/smartinf.rows"):
+        content = bytearray(file.read_bytes())
+        if (at := content.find(records[9, :DIM].numpy().tobytes())) >= 0:
+            content[at] ^= 1
+            flipped += 1
+        file.write_bytes(content)
+    assert flipped == 1
+    with pytest.raises(smartinf.CorruptError, match="rows .* of table table"):
+        optimizer.load_checkpoint(tmp_path / "checkpoint")
+    assert torch.equal(planes(optimizer), before)
+
+
+def test_tables_in_files(tmp_path):
+    safetensors = pytest.importorskip("safetensors.torch")
+    model, optimizer = on_devices([tmp_path / "a"], model=made(dtype=torch.bfloat16))
+    train(model, optimizer, range(3))
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    safetensors.save_file(model.state_dict(), folder / "model.safetensors", metadata={"format": "pt"})
+    for _ in range(2):
+        assert smartinf.save_tables(model, folder) == ["table-table.safetensors"]
+        index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+        found = {key: safetensors.load_file(folder / file)[key] for key, file in index.items()}
+        assert sorted(found) == ["body.bias", "body.weight", "table.weight"]
+        assert torch.equal(found["body.weight"], model.body.weight)
+        assert torch.equal(found["table.weight"].float(), model.table.rows().to(torch.bfloat16).float())
+    again = Model(dtype=torch.bfloat16, device="meta").to_empty(device="cpu")
+    again.table = nn.Embedding(ROWS, DIM, dtype=torch.bfloat16, device="meta")
+    again.body.load_state_dict(model.body.state_dict())
+    _, more = on_devices([tmp_path / "b"], model=again, tables={"weights": folder})
+    assert torch.equal(again.table.rows(), found["table.weight"].float())
+    more.close()
+    with pytest.raises(smartinf.UsageError, match="has no other.weight"):
+        smartinf.move_tables(nn.ModuleDict({"other": nn.Embedding(ROWS, DIM)}), ["other"], weights=folder)
+    with pytest.raises(smartinf.UsageError, match=r"is \[2003, 20\] in .* and \[9, 20\]"):
+        smartinf.move_tables(made(rows=9), ["table"], weights=folder)
+    with pytest.raises(smartinf.UsageError, match="no tables"):
+        smartinf.save_tables(made(), folder)
 
 
 # ---- Models of transformers that have such tables.
@@ -523,3 +599,36 @@ def test_models_of_transformers(tmp_path, make):
     assert len(found) == 12
     assert found == losses
     assert torch.equal(model.get_submodule(moved).rows(), table.weight.detach())
+
+
+def test_trainer_resumes_from_its_checkpoint(tmp_path):
+    """On other devices, with rows; and the best model's rows come back with it."""
+    transformers = pytest.importorskip("transformers", minversion="5.20")
+    pytest.importorskip("smartinf.hf")
+    torch.manual_seed(3)
+    start, name = gemma4()
+    texts = torch.randint(1, 97, (24, 12), generator=torch.Generator().manual_seed(1))
+    data = [{"input_ids": text, "labels": text} for text in texts]
+    arguments = transformers.TrainingArguments(
+        output_dir=str(tmp_path / "out"), per_device_train_batch_size=4, max_steps=6, max_grad_norm=0, save_steps=3,
+        lr_scheduler_type="constant", report_to=[], use_cpu=True, disable_tqdm=True, eval_strategy="steps", eval_steps=3,
+    )  # fmt: skip
+
+    def trained(device, **more):
+        model = copy.deepcopy(start)
+        (moved,) = smartinf.move_tables(model, [name])
+        optimizer = smartinf.AdamW(model.named_parameters(), lr=1e-3, devices=[device], max_grad_norm=0)
+        trainer = transformers.Trainer(
+            model=model, args=arguments, train_dataset=data, eval_dataset=data, optimizers=(optimizer, None)
+        )
+        trainer.train(**more)
+        return trainer, model.get_submodule(moved)
+
+    trainer, table = trained(tmp_path / "a")
+    rows = table.rows()
+    trainer.state.best_model_checkpoint = str(tmp_path / "out" / "checkpoint-3")
+    trainer._load_best_model()
+    at_three = table.rows()
+    assert not torch.equal(at_three, rows)
+    _, table = trained(tmp_path / "b", resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-3"))
+    assert torch.equal(table.rows(), rows)

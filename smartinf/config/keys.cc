@@ -279,7 +279,7 @@ constexpr auto kKeys = std::to_array<Key>({
         "the state of one stage, and ranks / stages of them share the micro batches; 1: every "
         "rank computes the whole model"),
     SI_KEY("ranks.tensor", &r.options.ranks.tensor,
-           "1: matrices are not divided among ranks; nothing else is possible"),
+           "ranks that divide a matrix among them: 1, and nothing else is possible"),
     SI_KEY("ranks.timeout", &r.options.ranks.timeout_s,
            "seconds that the ranks wait for a rank that ended, stands still or does not come; then "
            "all others end and name it"),

@@ -96,6 +96,9 @@ class WrongUsage(unittest.TestCase):
         self.refused("plan", "llama3-8C", says="llama3-8B?")
         self.refused("plan", "llama3-8B", "--machine", "workstation-gen6", says="workstation-gen")
         self.refused("plan", "llama3-8B", "--hide", "forward", says="is now --overlap")
+        self.refused("plan", "llama3-8B", "--table", "1e6", says="Write e.g. 4e7x64")
+        self.refused("plan", "llama3-8B", "--table-zipf", "1", says="add --table ROWSxDIM")
+        self.refused("plan", "llama3-8B", "--table", "4e9x64", says="Give the table")
         for command in ("plan", "simulate"):
             for words, says in ((["llama3-8C"], "llama3-8B?"), (["llama3-8B", "--context", "0"], "at least 1"),
                                 (["llama3-8B", "--tokens", "many"], "not a number"),
@@ -359,6 +362,18 @@ class Plan(unittest.TestCase):
             refused = run("simulate", "memory", "--memory", path)
             self.assertEqual(refused.returncode, 2, refused)
             self.assertIn("tRAS 20 is less than tRCD + tRTP = 25", refused.stderr)
+
+    def test_a_plan_has_a_table(self):
+        plan, _ = self.planned("llama3-8B", "--batch", "1", "--table", "1e6x64", "--table-ids", "4", "--table-zipf", "1")
+        table = plan["table"]
+        self.assertEqual(table["ids"], 4 * 8192)
+        self.assertLess(table["rows_of_step"], table["ids"])
+        self.assertGreater(table["rows_of_step"], table["ids"] / 4)
+        self.assertGreater(table["total_s"], plan["total_s"])
+        self.assertLess(table["drive_life_days"], plan["drive_life_days"] * 1.5)
+        self.assertLess(table["drive_written_bytes"], table["dense_bytes"] / 2)
+        row = json.loads(run("simulate", "--table", "1e6x64", "--json").stdout)
+        self.assertAlmostEqual(row["with_table_s"], row["total_s"] + row["table_step_s"], delta=1e-9)
 
     def test_a_plan_of_generation_has_its_command(self):
         with tempfile.TemporaryDirectory() as folder:

@@ -4,12 +4,15 @@
 #include <array>
 #include <cerrno>
 #include <cmath>
+#include <cstring>
 #include <filesystem>
 #include <memory>
+#include <numeric>
 #include <random>
 #include <span>
 #include <string>
-#include <unordered_set>
+#include <thread>
+#include <utility>
 #include <vector>
 
 #include <fcntl.h>
@@ -17,13 +20,20 @@
 #include <nlohmann/json.hpp>
 
 #include "smartinf/base/aligned_buffer.h"
+#include "smartinf/base/checksum.h"
 #include "smartinf/base/clock.h"
 #include "smartinf/base/row_pages.h"
 #include "smartinf/base/units.h"
+#include "smartinf/csd/messages/rows/row_cache.h"
 #include "smartinf/engine/local_source.h"
 #include "smartinf/engine/row_tables.h"
 #include "smartinf/engine/updater.h"
+#include "smartinf/kernels/row_rules.h"
+#include "smartinf/kernels/update.h"
+#include "smartinf/plan/row_schedule.h"
 #include "smartinf/serve/options.h"
+#include "smartinf/sim/row_ids.h"
+#include "smartinf/sim/row_tables.h"
 #include "smartinf/storage/file_descriptor.h"
 #include "smartinf/storage/ring.h"
 
@@ -50,82 +60,18 @@ struct RowsOptions {
   uint64_t row_count() const { return static_cast<uint64_t>(rows); }
 };
 
-/// Ranks of Zipf's law, 1 to n. Source: Hörmann and Derflinger 1996 (rejection-inversion).
-class Zipf {
- public:
-  Zipf(uint64_t n, double exponent)
-      : n_(n),
-        exponent_(exponent),
-        first_(integral(1.5) - 1),
-        last_(integral(static_cast<double>(n) + 0.5)),
-        squeeze_(2 - inverse(integral(2.5) - density(2))) {}
-
-  uint64_t operator()(std::mt19937_64& random) const {
-    std::uniform_real_distribution<double> uniform(0, 1);
-    for (;;) {
-      const double u = last_ + uniform(random) * (first_ - last_);
-      const double x = inverse(u);
-      const double k = std::clamp(std::round(x), 1.0, static_cast<double>(n_));
-      if (k - x <= squeeze_ || u >= integral(k + 0.5) - density(k)) {
-        return static_cast<uint64_t>(k);
-      }
-    }
-  }
-
- private:
-  bool logarithmic() const { return std::abs(exponent_ - 1) < 1e-9; }
-  double density(double x) const { return std::pow(x, -exponent_); }
-  double integral(double x) const {
-    return logarithmic() ? std::log(x) : (std::pow(x, 1 - exponent_) - 1) / (1 - exponent_);
-  }
-  double inverse(double y) const {
-    return logarithmic() ? std::exp(y) : std::pow(1 + y * (1 - exponent_), 1 / (1 - exponent_));
-  }
-
-  uint64_t n_;
-  double exponent_, first_, last_, squeeze_;
-};
-
-/// Row numbers of a step. Ranks are scattered over the table, as hashed ids are.
-class Ids {
- public:
-  explicit Ids(const RowsOptions& options)
-      : options_(options), zipf_(options.row_count(), options.zipf) {}
-
-  std::vector<int64_t> next() {
-    std::vector<int64_t> ids;
-    std::unordered_set<uint64_t> seen;
-    while (ids.size() < options_.batch) {
-      if (options_.zipf > 0) {
-        ids.push_back(scattered(zipf_(random_)));
-      } else if (const uint64_t row = random_() % options_.row_count(); seen.insert(row).second) {
-        ids.push_back(static_cast<int64_t>(row));
-      }
-    }
-    return ids;
-  }
-
- private:
-  int64_t scattered(uint64_t rank) const {
-    // A large prime times the rank is another row for every rank, unless it divides the rows.
-    constexpr uint64_t kPrime = 2'654'435'761;
-    return static_cast<int64_t>(
-        static_cast<uint64_t>(static_cast<__uint128_t>(rank) * kPrime % options_.row_count()));
-  }
-
-  const RowsOptions& options_;
-  std::mt19937_64 random_{1};
-  Zipf zipf_;
-};
-
 /// Reads pages of a device's file of tables at random, and writes a file from its start on.
 class Alone {
  public:
+  // As the file of rows reads and writes its log.
   static constexpr uint32_t kReads = 64;
-  static constexpr uint64_t kWriteBytes = base::kMiB;
+  static constexpr uint32_t kWrites = 4;
+  static constexpr uint64_t kWriteBytes = 256 * base::kKiB;
 
-  base::Status open(const std::string& device, uint64_t page_bytes) {
+  /// pages: that the table has there, at the file's end. What was never written is read at no cost.
+  base::Status open(const std::string& device, uint64_t page_bytes, uint64_t pages) {
     page_bytes_ = page_bytes;
+    pages_ = pages;
     path_ = (std::filesystem::path(device) / storage::kRowFileName).string();
     written_ = (std::filesystem::path(device) / "bench.log").string();
     file_ = storage::FileDescriptor(::open(path_.c_str(), O_RDONLY | O_DIRECT | O_CLOEXEC));
@@ -134,12 +80,12 @@ class Alone {
         ::open(written_.c_str(), O_RDWR | O_CREAT | O_DIRECT | O_CLOEXEC, 0666));
     if (!log_.is_open()) return base::errno_status(errno, "cannot write", written_);
     std::error_code error;
-    pages_ = std::filesystem::file_size(path_, error) / page_bytes;
+    first_page_ = std::filesystem::file_size(path_, error) / page_bytes - pages;
     SI_ASSIGN_OR_RETURN(ring_, storage::make_ring({.depth = kReads}));
     SI_ASSIGN_OR_RETURN(read_file_, ring_->add_file(file_.get(), path_));
     SI_ASSIGN_OR_RETURN(write_file_, ring_->add_file(log_.get(), written_));
-    SI_ASSIGN_OR_RETURN(
-        memory_, base::AlignedBuffer::allocate(std::max(kReads * page_bytes, 8 * kWriteBytes)));
+    SI_ASSIGN_OR_RETURN(memory_, base::AlignedBuffer::allocate(
+                                     std::max(kReads * page_bytes, kWrites * kWriteBytes)));
     (void)ring_->register_memory(memory_.bytes());
     return {};
   }
@@ -150,16 +96,26 @@ class Alone {
 
   base::Status read(uint64_t pages) {
     return move(storage::IoOp::kRead, read_file_, kReads, page_bytes_, pages,
-                [&](uint64_t) { return random_() % pages_ * page_bytes_; });
+                [&](uint64_t) { return (first_page_ + random_() % pages_) * page_bytes_; });
   }
   base::Status write(uint64_t bytes) {
-    SI_RETURN_IF_ERROR(move(storage::IoOp::kWrite, write_file_, 8, kWriteBytes,
+    SI_RETURN_IF_ERROR(move(storage::IoOp::kWrite, write_file_, kWrites, kWriteBytes,
                             base::divide_up(bytes, kWriteBytes),
                             [](uint64_t i) { return i * kWriteBytes; }));
-    return move(storage::IoOp::kSync, write_file_, 1, 0, 1, [](uint64_t) { return 0; });
+    return sync();
+  }
+  /// Pages of what write() has written, at random.
+  base::Status write_pages(uint64_t pages, uint64_t written_bytes) {
+    SI_RETURN_IF_ERROR(
+        move(storage::IoOp::kWrite, write_file_, kReads, page_bytes_, pages,
+             [&](uint64_t) { return random_() % (written_bytes / page_bytes_) * page_bytes_; }));
+    return sync();
   }
 
  private:
+  base::Status sync() {
+    return move(storage::IoOp::kSync, write_file_, 1, 0, 1, [](uint64_t) { return 0; });
+  }
   template <typename OffsetOf>
   base::Status move(storage::IoOp op, uint32_t file, uint32_t depth, uint64_t bytes, uint64_t count,
                     const OffsetOf& offset_of) {
@@ -195,7 +151,7 @@ class Alone {
 
   std::string path_, written_;
   storage::FileDescriptor file_, log_;
-  uint64_t page_bytes_ = 0, pages_ = 0;
+  uint64_t page_bytes_ = 0, pages_ = 0, first_page_ = 0;
   uint32_t read_file_ = 0, write_file_ = 0;
   base::AlignedBuffer memory_;
   std::array<storage::IoRequest, kReads> requests_;
@@ -204,9 +160,18 @@ class Alone {
 };
 
 struct Measured {
-  std::vector<double> step_s, gather_s, alone_s, alone_read_s, read_bytes, written_bytes, up_bytes,
-      down_bytes, rows;
+  std::vector<double> step_s, gather_s, between_s, alone_s, alone_read_s, read_bytes, log_bytes,
+      written_bytes, up_bytes, down_bytes, rows;
+  sim::Machine machine;  // as it was found to be
+  sim::RowTimes simulated;
 };
+
+double sum(const std::vector<double>& values) {
+  return std::accumulate(values.begin(), values.end(), 0.0);
+}
+double mean(const std::vector<double>& values) {
+  return sum(values) / static_cast<double>(values.size());
+}
 
 base::Status fill(engine::RowTables& tables, const RowsOptions& options) {
   constexpr uint64_t kRowsAtOnce = 1 << 16;
@@ -222,11 +187,166 @@ base::Status fill(engine::RowTables& tables, const RowsOptions& options) {
   return {};
 }
 
+/// Seconds that a row takes of the host's thread and of a device's, with nothing on drives. Rows
+/// lie in memory as chance has it, as in a cache that has been in use.
+void time_rows(const RowsOptions& options, uint64_t record_bytes, sim::Machine& machine) {
+  constexpr uint64_t kPagesBytes = 64 * base::kMiB;
+  const uint64_t page_bytes = base::page_bytes(record_bytes);
+  csd::RowCache cache(static_cast<uint32_t>(record_bytes),
+                      std::min<uint64_t>(options.memory_bytes, 256 * base::kMiB));
+  const uint64_t rows = std::min(cache.capacity(), options.row_count());
+  std::vector<uint32_t> shuffled(rows);
+  std::iota(shuffled.begin(), shuffled.end(), 0u);
+  std::shuffle(shuffled.begin(), shuffled.end(), std::mt19937_64(3));
+  for (uint64_t i = 0; i < rows; ++i) (void)cache.insert(shuffled[i], false);
+  base::RowMap index(2 * rows);
+  const std::vector<std::byte> pages(kPagesBytes / page_bytes * page_bytes, std::byte{1});
+  std::mt19937_64 random(4);
+  const uint64_t count = std::min(options.batch, rows / 4);
+  sim::RowIds numbers(rows, 0, true);
+  const auto placement = plan::RowPlacement::make(rows, {0}, base::records_per_page(record_bytes));
+  const uint32_t dim = options.dim;
+  const size_t row_bytes = dim * base::data_type_bytes(options.gradient_type);
+  const kernels::KernelTable& kernels = kernels::kernels();
+  std::vector<std::byte> out(count * row_bytes);
+  uint64_t seal = 0;
+  std::vector<float> sums(count * dim), gradient(dim);
+  kernels::RowOptions rule;
+  rule.rule = options.rule;
+  const kernels::RowScalars scalars = kernels::make_row_scalars(rule, 1e-3, 1, 1);
+  std::vector<double> host_s, row_s, page_s, update_s;
+  for (int pass = 0; pass < 3; ++pass) {
+    const std::vector<int64_t> ids = numbers.next(count);
+    uint64_t begin_ns = base::now_ns();
+    const auto lap = [&](std::vector<double>& times) {
+      times.push_back(base::seconds_since(begin_ns) / static_cast<double>(count));
+      begin_ns = base::now_ns();
+    };
+    // Rows up, then their gradients (engine::RowTables).
+    const plan::RowBatch batch = plan::RowBatch::make(*placement, ids);
+    std::vector<std::byte> up(out);
+    for (size_t i = 0; i < count; ++i) {
+      std::memcpy(up.data() + i * row_bytes, out.data() + batch.place[i] * row_bytes, row_bytes);
+    }
+    base::RowMap places;
+    std::vector<uint32_t> place(count), order(count);
+    for (size_t i = 0; i < count; ++i) {
+      const uint32_t row = placement->local_row(static_cast<uint64_t>(ids[i]));
+      if (places.find(row) == base::RowMap::kNone) places.set(row, static_cast<uint32_t>(i));
+      place[i] = order[i] = static_cast<uint32_t>(i);
+    }
+    const std::vector<float> added(sums);
+    kernels::add_rows(base::DataType::kF32, added.data(), place, dim, sums);
+    std::ranges::sort(order, {}, [&](uint32_t i) { return ids[i]; });
+    for (size_t i = 0; i < count; ++i) {
+      (void)placement->device_of(static_cast<uint64_t>(ids[order[i]]));
+      std::byte* const at = out.data() + i * row_bytes;
+      kernels.cast_from_f32(sums.data() + order[i] * dim, at, options.gradient_type, dim);
+      (void)kernels.partial_norm(at, options.gradient_type, dim);
+    }
+    lap(host_s);
+    for (size_t i = 0; i < count; ++i) {
+      kernels::read_weights(cache.find(batch.rows[0][i], true), dim, options.gradient_type,
+                            out.data() + i * row_bytes);
+    }
+    lap(row_s);
+    std::vector<std::byte> records(count * record_bytes), log(records);
+    std::vector<std::pair<uint32_t, uint32_t>> undo;
+    for (size_t i = 0; i < count; ++i) {
+      const std::span<std::byte> record =
+          std::span(records).subspan(i * record_bytes, record_bytes);
+      std::ranges::copy(cache.find(batch.rows[0][i], false), record.begin());
+      kernels.cast_to_f32(out.data() + i * row_bytes, options.gradient_type, gradient.data(), dim);
+      kernels::update_record(scalars, gradient, record);
+      undo.emplace_back(batch.rows[0][i], index.find(batch.rows[0][i]));
+      index.set(batch.rows[0][i], static_cast<uint32_t>(i));
+      // As into a page of the log, which is sealed, and into the cache.
+      std::ranges::copy(record, log.begin() + static_cast<ptrdiff_t>(i * record_bytes));
+      seal = base::checksum(record, seal);
+      std::ranges::copy(record, cache.find(batch.rows[0][i], false).begin());
+      cache.release(batch.rows[0][i]);
+    }
+    lap(update_s);
+    for (size_t i = 0; i < count; ++i) {
+      const uint64_t at = random() % (pages.size() / page_bytes) * page_bytes;
+      seal = base::checksum(std::span(pages).subspan(at, page_bytes), seal);
+      const auto row = static_cast<uint32_t>(rows + (pass * count + i) % rows);
+      if (index.find(row) != base::RowMap::kNone || !cache.find(row, false).empty()) continue;
+      const std::span<std::byte> record = cache.insert(row, true);
+      std::ranges::copy(std::span(pages).subspan(at, record_bytes), record.begin());
+      kernels::read_weights(record, dim, options.gradient_type, out.data() + i * row_bytes);
+    }
+    lap(page_s);
+    cache.release_all();
+    for (size_t i = 0; i < count; ++i) {  // as they were
+      if (cache.find(batch.rows[0][i], false).empty()) (void)cache.insert(batch.rows[0][i], false);
+    }
+    for (uint32_t row = 0; row < rows; ++row) {
+      if (cache.find(row, false).empty()) (void)cache.insert(row, false);
+    }
+  }
+  machine.host.row_s = median(host_s);
+  for (sim::DeviceGroup& device : machine.devices) {
+    device.page_s = median(page_s);
+    device.row_s = median(row_s);
+    device.row_bytes_per_s =
+        static_cast<double>(record_bytes) / std::max(1e-9, median(update_s) - median(row_s));
+  }
+}
+
+/// The steps' page reads and log writes with nothing else, on all drives at once.
+base::Status measure_alone(const RowsOptions& options, uint64_t record_bytes, Measured& measured) {
+  const uint64_t page = base::page_bytes(record_bytes);
+  const auto devices = options.devices.size();
+  const uint64_t pages_here = base::row_pages(options.row_count() / devices, record_bytes);
+  std::vector<Alone> alone(devices);
+  for (size_t d = 0; d < devices; ++d) {
+    SI_RETURN_IF_ERROR(alone[d].open(options.devices[d], page, pages_here));
+  }
+  const auto everywhere = [&](std::vector<double>& times, const auto& work) -> base::Status {
+    std::vector<base::Status> outcomes(devices);
+    const uint64_t begin_ns = base::now_ns();
+    {
+      std::vector<std::jthread> threads;
+      for (size_t d = 0; d < devices; ++d) {
+        threads.emplace_back([&, d] { outcomes[d] = work(alone[d]); });
+      }
+    }
+    times.push_back(base::seconds_since(begin_ns));
+    for (const base::Status& status : outcomes) SI_RETURN_IF_ERROR(status);
+    return {};
+  };
+  std::vector<double> writes_s, page_writes_s, syncs_s;
+  double pages = 0, log_bytes = 0, page_writes = 0;
+  for (size_t i = 0; i < measured.step_s.size(); ++i) {
+    const auto reads = static_cast<uint64_t>(measured.read_bytes[i]) / page / devices;
+    const auto log = static_cast<uint64_t>(measured.log_bytes[i]) / devices;
+    SI_RETURN_IF_ERROR(
+        everywhere(measured.alone_read_s, [&](Alone& one) { return one.read(reads); }));
+    SI_RETURN_IF_ERROR(everywhere(writes_s, [&](Alone& one) { return one.write(log); }));
+    SI_RETURN_IF_ERROR(everywhere(syncs_s, [&](Alone& one) { return one.write_pages(1, log); }));
+    SI_RETURN_IF_ERROR(
+        everywhere(page_writes_s, [&](Alone& one) { return one.write_pages(reads, log); }));
+    measured.alone_s.push_back(measured.alone_read_s.back() + writes_s.back());
+    pages += static_cast<double>(reads);
+    log_bytes += static_cast<double>(log);
+    page_writes += static_cast<double>(reads);
+  }
+  measured.machine.devices.resize(devices);
+  for (size_t d = 0; d < devices; ++d) {
+    sim::DeviceGroup& device = measured.machine.devices[d];
+    device.name = options.devices[d];
+    device.page_reads_per_s = pages / sum(measured.alone_read_s);
+    device.page_writes_per_s = page_writes / sum(page_writes_s);
+    device.write_bytes_per_s = log_bytes / sum(writes_s);
+    device.sync_s = median(syncs_s);
+  }
+  return {};
+}
+
 base::Result<Measured> measure(engine::Updater& updater, const RowsOptions& options,
                                uint64_t record_bytes) {
-  const uint64_t page = base::page_bytes(record_bytes);
-  Alone alone;
-  SI_RETURN_IF_ERROR(alone.open(options.devices.front(), page));
+  const uint64_t log_page = base::row_log_page_bytes(record_bytes);
   engine::RowTables& tables = *updater.tables();
   const uint64_t dense = updater.space().count();
   const std::vector<base::Bf16> dense_gradient(dense);
@@ -235,11 +355,13 @@ base::Result<Measured> measure(engine::Updater& updater, const RowsOptions& opti
   std::vector<std::byte> rows(options.batch * options.dim * value);
   std::vector<float> gradient(options.batch * options.dim);
   for (size_t i = 0; i < gradient.size(); ++i) gradient[i] = static_cast<float>(i % 241) * 0x1p-14f;
-  Ids numbers(options);
+  sim::RowIds numbers(options.row_count(), options.zipf, options.zipf == 0);
   Measured measured;
+  uint64_t ended_ns = base::now_ns();
   for (uint32_t i = 0; i < options.repeat + options.warm_up; ++i) {
-    const std::vector<int64_t> ids = numbers.next();
+    const std::vector<int64_t> ids = numbers.next(options.batch);
     const engine::UpdaterTraffic before = updater.traffic();
+    const double between_s = base::seconds_since(ended_ns);
     const uint64_t begin_ns = base::now_ns();
     SI_RETURN_IF_ERROR(tables.gather(0, ids, options.gradient_type, rows.data()));
     const double gather_s = base::seconds_since(begin_ns);
@@ -256,23 +378,36 @@ base::Result<Measured> measure(engine::Updater& updater, const RowsOptions& opti
     }));
     SI_RETURN_IF_ERROR(updater.commit(""));
     const double step_s = base::seconds_since(begin_ns);
+    ended_ns = base::now_ns();
     const engine::UpdaterTraffic moved = updater.traffic().since(before);
     if (i < options.warm_up) continue;
-    const uint64_t read = moved.store.up(base::TrafficKind::kState);
-    const uint64_t log = base::divide_up(distinct, base::records_per_page(record_bytes + 8)) * page;
-    const uint64_t alone_ns = base::now_ns();
-    SI_RETURN_IF_ERROR(alone.read(read / page));
-    measured.alone_read_s.push_back(base::seconds_since(alone_ns));
-    SI_RETURN_IF_ERROR(alone.write(log));
-    measured.alone_s.push_back(base::seconds_since(alone_ns));
     measured.step_s.push_back(step_s);
     measured.gather_s.push_back(gather_s);
+    measured.between_s.push_back(between_s);
     measured.rows.push_back(static_cast<double>(distinct));
-    measured.read_bytes.push_back(static_cast<double>(read));
+    measured.read_bytes.push_back(static_cast<double>(moved.store.up(base::TrafficKind::kState)));
+    measured.log_bytes.push_back(static_cast<double>(
+        base::divide_up(distinct, base::records_per_row_log_page(log_page, record_bytes)) *
+        log_page));
     measured.written_bytes.push_back(static_cast<double>(moved.store.down_total()));
     measured.up_bytes.push_back(static_cast<double>(moved.host_link.up_total()));
     measured.down_bytes.push_back(static_cast<double>(moved.host_link.down_total()));
   }
+  SI_RETURN_IF_ERROR(measure_alone(options, record_bytes, measured));
+  time_rows(options, record_bytes, measured.machine);
+  sim::RowTable table;
+  table.rows = options.row_count();
+  table.dim = options.dim;
+  table.rule = options.rule;
+  table.value_bytes = static_cast<uint32_t>(value);
+  table.memory_bytes = options.memory_bytes;
+  table.log_bytes = options.log_bytes;
+  table.ids = options.batch;
+  table.zipf = options.zipf;
+  table.distinct = options.zipf == 0;
+  SI_ASSIGN_OR_RETURN(measured.simulated, sim::simulate_rows(table, measured.machine,
+                                                             {options.warm_up, options.repeat,
+                                                              mean(measured.between_s)}));
   return measured;
 }
 
@@ -280,11 +415,7 @@ void print(const RowsOptions& options, const Measured& measured) {
   const double step = median(measured.step_s);
   const double alone = median(measured.alone_s);
   const double rows = median(measured.rows);
-  const auto mean = [](const std::vector<double>& values) {
-    double sum = 0;
-    for (const double value : values) sum += value;
-    return sum / static_cast<double>(values.size());
-  };
+  const sim::RowTimes& simulated = measured.simulated;
   if (options.json) {
     nlohmann::ordered_json json;
     json["rows"] = options.row_count();
@@ -305,6 +436,22 @@ void print(const RowsOptions& options, const Measured& measured) {
     json["written_bytes"] = mean(measured.written_bytes);
     json["link_up_bytes"] = mean(measured.up_bytes);
     json["link_down_bytes"] = mean(measured.down_bytes);
+    json["step_mean_s"] = mean(measured.step_s);
+    json["gather_mean_s"] = mean(measured.gather_s);
+    json["simulated_s"] = simulated.step_s;
+    json["simulated_gather_s"] = simulated.gather_s;
+    json["simulated_merge_s"] = simulated.merge_s;
+    json["simulated_read_bytes"] = simulated.read_bytes;
+    json["simulated_written_bytes"] = simulated.written_bytes;
+    const sim::DeviceGroup& device = measured.machine.devices.front();
+    json["device"] = {{"page_reads_per_s", device.page_reads_per_s},
+                      {"page_writes_per_s", device.page_writes_per_s},
+                      {"write_bytes_per_s", device.write_bytes_per_s},
+                      {"sync_s", device.sync_s},
+                      {"page_s", device.page_s},
+                      {"row_s", device.row_s},
+                      {"row_bytes_per_s", device.row_bytes_per_s},
+                      {"host_row_s", measured.machine.host.row_s}};
     fmt::print("{}\n", json.dump());
     return;
   }
@@ -319,6 +466,7 @@ void print(const RowsOptions& options, const Measured& measured) {
              base::format_bytes(static_cast<uint64_t>(mean(measured.written_bytes))),
              base::format_bytes(static_cast<uint64_t>(mean(measured.up_bytes))),
              base::format_bytes(static_cast<uint64_t>(mean(measured.down_bytes))));
+  fmt::print("in the mean {:.3f} s; simulated {:.3f} s\n", mean(measured.step_s), simulated.step_s);
 }
 
 base::Status bench_rows(const RowsOptions& options) {

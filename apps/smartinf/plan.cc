@@ -4,6 +4,7 @@
 #include <cstdio>
 #include <fstream>
 #include <memory>
+#include <optional>
 #include <utility>
 
 #include <fmt/format.h>
@@ -15,6 +16,7 @@
 
 #include "apps/smartinf/commands.h"
 #include "apps/smartinf/plan_generation.h"
+#include "apps/smartinf/plan_table.h"
 #include "apps/smartinf/python_script.h"
 #include "apps/smartinf/sim_flags.h"
 
@@ -309,14 +311,23 @@ int run_plan(const PlanFlags& flags) {
   if (flags.with == "python") request.program = plan::TrainingProgram::kPython;
   const auto plan = sim::make_plan(question->model, question->machine, request);
   if (!plan.ok()) return report(plan.status(), kExitUsage);
+  std::optional<TablePlan> table;
+  if (question->table) {
+    auto planned = plan_table(*question, plan->best().options, plan->best().times);
+    if (!planned.ok()) return report(planned.status(), kExitUsage);
+    table = std::move(*planned);
+  }
   if (!flags.html.empty()) {
     const base::Status written = write_text(flags.html, to_html(*plan));
     if (!written.ok()) return report(written);
   }
   if (flags.json) {
-    fmt::print("{}\n", to_json(*plan).dump(2));
+    ordered_json json = to_json(*plan);
+    if (table) json["table"] = to_json(*table);
+    fmt::print("{}\n", json.dump(2));
   } else {
     print_plan(*plan);
+    if (table) print_table(*table, question->machine);
     const sim::StepOptions& options = plan->best().options;
     if (plan->fits && options.ranks > 1) {
       const std::string recipe = flags.recipe.empty() ? "RECIPE" : flags.recipe;
@@ -375,6 +386,7 @@ void add_plan(CLI::App& app, Run& run) {
       "  smartinf plan llama3-8B --gpu H100 --method su+o+c --ratio 0.02 --recipe train.toml\n"
       "  smartinf plan llama3-8B --gpu H100 --gpus 2 --ranks 4 --machines 2 --machine my.toml\n"
       "  smartinf plan gpt2-33.0B --machine smartssd-a5000 --json\n"
+      "  smartinf plan llama3-8B --accumulation 64 --table 3.2e8x160 --table-ids 8 --table-zipf 1\n"
       "  smartinf plan --generate ./Qwen3-0.6B --context 32768 --sequences 64 --machine my.toml");
   command->callback([flags, &run] { run = [flags] { return run_plan(*flags); }; });
 }

@@ -12,6 +12,7 @@
 #include "smartinf/base/file.h"
 #include "smartinf/base/nearest.h"
 #include "smartinf/base/units.h"
+#include "smartinf/kernels/attention.h"
 
 namespace smartinf::apps {
 namespace {
@@ -81,6 +82,18 @@ constexpr std::array kFlags{
     Flag{"guess", "right|wrong",
          "Guess of an early update, that no gradient is clipped; after a wrong guess the update is "
          "made again [right]"},
+    Flag{"table", "ROWSxDIM",
+         "Table beside the model's other parameters of which a step touches few rows "
+         "(docs/rows.md), e.g. 4e7x64"},
+    Flag{"table-ids", "N", "Rows of the table that each token looks up [1]"},
+    Flag{"table-rule", "NAME",
+         "Update rule of its rows: sgd, sparse_adam, row_adagrad, row_adam or adamw "
+         "[sparse_adam]"},
+    Flag{"table-zipf", "R",
+         "Exponent of Zipf's law for the rows that are looked up; 0: all alike, which costs most "
+         "[0]"},
+    Flag{"table-memory", "SIZE", "Memory for the table, of all devices together [256MiB]"},
+    Flag{"table-log", "SIZE", "Room on the devices for rows on their way home [chosen]"},
     Flag{kGenerateFlag, "MODEL",
          "Model that answers prompts, as --model, in place of a training step: decoding with keys "
          "and values on devices",
@@ -178,6 +191,52 @@ Status apply_rank_flags(const SimFlags& flags, sim::StepOptions& options) {
     options.weights = sim::ResidentStep{};
   }
   return {};
+}
+
+Result<std::optional<sim::RowTable>> table_by(const SimFlags& flags,
+                                              const sim::StepOptions& options) {
+  const auto value_of = [&](const char* name) -> const std::string* {
+    const auto found = flags.find(name);
+    return found == flags.end() ? nullptr : &found->second;
+  };
+  const std::string* const shape = value_of("table");
+  if (shape == nullptr) {
+    for (const char* name :
+         {"table-ids", "table-rule", "table-zipf", "table-memory", "table-log"}) {
+      if (const std::string* text = value_of(name)) {
+        return bad_value(name, *text, "It is of a table: add --table ROWSxDIM.");
+      }
+    }
+    return std::optional<sim::RowTable>();
+  }
+  if (options.ranks > 1 || options.machines > 1) {
+    return bad_value("table", *shape, "A table is planned for one process: leave --ranks out.");
+  }
+  sim::RowTable table;
+  const size_t times = shape->find('x');
+  if (times == std::string::npos) return bad_value("table", *shape, "Write e.g. 4e7x64.");
+  SI_ASSIGN_OR_RETURN(table.rows, count("table", shape->substr(0, times)));
+  SI_ASSIGN_OR_RETURN(const uint64_t dim, count("table", shape->substr(times + 1)));
+  if (dim > 1 << 20) return bad_value("table", *shape, "A row has 2^20 values at most.");
+  table.dim = static_cast<uint32_t>(dim);
+  table.ids = 1;
+  if (const std::string* text = value_of("table-ids")) {
+    SI_ASSIGN_OR_RETURN(table.ids, count("table-ids", *text));
+  }
+  if (const std::string* text = value_of("table-rule")) {
+    SI_RETURN_IF_ERROR(by_name("table-rule", *text, table.rule));
+  }
+  if (const std::string* text = value_of("table-zipf")) {
+    SI_ASSIGN_OR_RETURN(table.zipf, number("table-zipf", *text));
+    if (table.zipf < 0 || table.zipf > 10) return bad_value("table-zipf", *text, "Give 0 to 10.");
+  }
+  for (const auto& [name, target] : std::initializer_list<std::pair<const char*, uint64_t*>>{
+           {"table-memory", &table.memory_bytes}, {"table-log", &table.log_bytes}}) {
+    if (const std::string* text = value_of(name)) {
+      SI_ASSIGN_OR_RETURN(*target, base::parse_bytes(*text));
+    }
+  }
+  return std::optional(table);
 }
 
 Status apply_generation_flags(const SimFlags& flags, sim::GenerationOptions& options) {
@@ -458,6 +517,7 @@ Result<SimQuestion> apply_sim_flags(const SimFlags& flags) {
   }
   SI_RETURN_IF_ERROR(apply_rank_flags(flags, options));
   if (generates) SI_RETURN_IF_ERROR(apply_generation_flags(flags, question.generation));
+  SI_ASSIGN_OR_RETURN(question.table, table_by(flags, options));
   return question;
 }
 

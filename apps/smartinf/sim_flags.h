@@ -3,6 +3,7 @@
 #pragma once
 
 #include <map>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -11,6 +12,7 @@
 
 #include "smartinf/base/status.h"
 #include "smartinf/sim/generation.h"
+#include "smartinf/sim/row_tables.h"
 #include "smartinf/sim/step.h"
 
 namespace smartinf::apps {
@@ -21,6 +23,7 @@ struct SimQuestion {
   sim::Machine machine;
   sim::StepOptions options;           // of training
   sim::GenerationOptions generation;  // with --generate
+  std::optional<sim::RowTable> table;  // of training, beside the model; its ids are of one token
 };
 
 /// Values by flag name without dashes: {"model", "gpt2-4.0B"}. What is not set is at its default.

@@ -11,8 +11,10 @@
 
 #include "smartinf/base/nearest.h"
 #include "smartinf/base/units.h"
+#include "smartinf/kernels/attention.h"
 
 #include "apps/smartinf/commands.h"
+#include "apps/smartinf/plan_table.h"
 #include "apps/smartinf/sim_flags.h"
 #include "apps/smartinf/trace_file.h"
 
@@ -207,7 +209,13 @@ Result<ordered_json> row_of(const SimQuestion& question, bool generates) {
   }
   SI_ASSIGN_OR_RETURN(const sim::StepTimes times,
                       sim::simulate_step(question.model, question.machine, question.options));
-  return to_json(question, times);
+  ordered_json row = to_json(question, times);
+  if (!question.table) return row;
+  SI_ASSIGN_OR_RETURN(const TablePlan table, plan_table(question, question.options, times));
+  for (const auto& [name, value] : to_json(table).items()) {
+    row[name == "total_s" ? "with_table_s" : "table_" + name] = value;
+  }
+  return row;
 }
 
 int run_sweep(const SimulateFlags& flags) {
@@ -227,8 +235,8 @@ int run_sweep(const SimulateFlags& flags) {
     }
     std::string names = fmt::format("{:>16}", sweep->first);
     std::string values = fmt::format("{:>16}", value);
-    for (const char* name : {"forward_s", "backward_s", "update_s", "total_s", "prefill_s",
-                             "step_s", "tokens_per_s"}) {
+    for (const char* name : {"forward_s", "backward_s", "update_s", "total_s", "with_table_s",
+                             "prefill_s", "step_s", "tokens_per_s"}) {
       if (!row->contains(name)) continue;
       names += fmt::format(" {:>12}", name);
       values += fmt::format(" {:>12.3f}", (*row)[name].get<double>());
@@ -293,10 +301,16 @@ int run_simulate(const SimulateFlags& flags) {
     if (!written.ok()) return report(written);
   }
   if (flags.json) {
-    fmt::print("{}\n", to_json(*question, *times).dump());
-  } else {
-    print_times(*question, *times);
+    const auto row = row_of(*question, false);
+    if (!row.ok()) return report(row.status(), kExitUsage);
+    fmt::print("{}\n", row->dump());
+    return kExitDone;
   }
+  print_times(*question, *times);
+  if (!question->table) return kExitDone;
+  const auto table = plan_table(*question, question->options, *times);
+  if (!table.ok()) return report(table.status(), kExitUsage);
+  print_table(*table, question->machine);
   return kExitDone;
 }
 

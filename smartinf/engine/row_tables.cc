@@ -11,6 +11,7 @@
 #include "smartinf/base/row_pages.h"
 #include "smartinf/base/units.h"
 #include "smartinf/kernels/update.h"
+#include "smartinf/plan/row_steps.h"
 
 namespace smartinf::engine {
 
@@ -20,8 +21,6 @@ using base::Status;
 using storage::RowTableKind;
 
 namespace {
-
-constexpr uint64_t kLogBytesMin = 8 * base::kMiB;
 
 csd::TableShape shape_of(const TableOptions& options) {
   csd::TableShape shape;
@@ -34,7 +33,6 @@ csd::TableShape shape_of(const TableOptions& options) {
   return shape;
 }
 
-/// A log of a quarter of the tables, as far as its index leaves half of the memory to the cache.
 uint64_t log_bytes(const std::vector<csd::TableShape>& tables, const UpdaterOptions& options,
                    uint64_t devices, uint64_t memory_bytes) {
   if (options.table_log_bytes > 0) return options.table_log_bytes / devices;
@@ -45,8 +43,7 @@ uint64_t log_bytes(const std::vector<csd::TableShape>& tables, const UpdaterOpti
     record_bytes = std::max<uint64_t>(record_bytes, table.record_bytes());
     home_bytes += table.rows / devices * table.record_bytes();
   }
-  const uint64_t indexed = memory_bytes / 2 / (2 * sizeof(uint64_t)) * record_bytes;
-  return std::max(kLogBytesMin, std::min(home_bytes / 4, indexed));
+  return plan::row_log_bytes(home_bytes, record_bytes, memory_bytes);
 }
 
 /// Shares of rows are those of parameters.

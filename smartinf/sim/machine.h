@@ -39,6 +39,7 @@ struct Host {
   // Products of few rows on all cores, of which decoding consists; 0: at the GPU's rates.
   double decode_flops = 0;
   double decode_bytes_per_s = 0;       // weights, where arithmetic is not the limit
+  double row_s = 0;  // of a row number of a table: sorting it, and adding its gradient up
   uint64_t process_bytes = 0;          // resident before a model is there: torch, runtime, text
 };
 
@@ -59,6 +60,13 @@ struct DeviceGroup {
   /// Bytes that a step has written, over the time of the sync (fdatasync) that ends it, which
   /// empties the drive's volatile cache; 0: it takes no time.
   double sync_bytes_per_s = 0;
+  // Of tables' rows. Pages of 4096 bytes at random, many at once; 0: as its bytes.
+  double page_reads_per_s = 0;
+  double page_writes_per_s = 0;
+  double sync_s = 0;            // a sync of little
+  double page_s = 0;            // of the one thread: to check a page and take a row up from it
+  double row_s = 0;             // likewise: to find a row that is in memory
+  double row_bytes_per_s = 0;   // of records that it updates and writes to the log; 0: no limit
   double link_bytes_per_s = 0;  // its own link to the host, each direction
   double latency_s = 0;         // of one command over that link
   /// Behind Machine::network in place of the host's link (`smartinf serve`): the link is their

@@ -12,7 +12,8 @@ namespace smartinf::storage {
 namespace {
 
 constexpr uint64_t kHeadBytes = 2 * sizeof(uint64_t);  // magic and checksum
-constexpr uint64_t kLogRecordsMax = 256;               // of a page of the log
+static_assert(base::kRowLogHeadBytes == sizeof(LogPageHead));
+static_assert(base::kRowMergeEntryBytesMin == kMergeEntryBytesMin);
 
 std::array<uint64_t, 2> words_of(const RunId& id) {
   std::array<uint64_t, 2> words{};
@@ -113,9 +114,7 @@ RowGeometry::RowGeometry(const RowFileLayout& layout) {
   for (const RowTableLayout& one : layout.tables) {
     page_bytes_max = std::max(page_bytes_max, base::page_bytes(one.record_bytes));
     if (one.kind != RowTableKind::kState) continue;
-    const uint64_t alone =
-        sizeof(LogPageHead) + sizeof(uint32_t) + one.record_bytes + kPageSumBytes;
-    log_page_bytes = std::max(log_page_bytes, base::round_up(alone, kUnit));
+    log_page_bytes = std::max(log_page_bytes, base::row_log_page_bytes(one.record_bytes));
   }
   log_pages = layout.log_bytes / log_page_bytes;
   uint64_t keys = 0;
@@ -135,10 +134,7 @@ RowGeometry::RowGeometry(const RowFileLayout& layout) {
     table.first_key = keys;
     if (one.kind != RowTableKind::kState) continue;
     keys += one.rows;
-    // Entries of merge pages for all of them take three quarters of a page at most.
-    table.records_per_log_page = std::max<uint64_t>(
-        1, std::min({log_payload() / (sizeof(uint32_t) + one.record_bytes),
-                     log_payload() * 3 / 4 / kMergeEntryBytesMin, kLogRecordsMax}));
+    table.records_per_log_page = base::records_per_row_log_page(log_page_bytes, one.record_bytes);
     log_page_records = std::max(log_page_records, table.records_per_log_page);
     slots_max = std::max(slots_max, table.records_per_page);
     merge_home_bytes =
@@ -146,7 +142,7 @@ RowGeometry::RowGeometry(const RowFileLayout& layout) {
     merge_staged_bytes =
         std::max(merge_staged_bytes, 8 * table.records_per_log_page * one.record_bytes);
   }
-  static_assert(kMergeRecordsMax >= 8 * kLogRecordsMax);
+  static_assert(kMergeRecordsMax >= 8 * base::kRowLogRecordsMax);
   merge_staged_bytes = std::min(merge_staged_bytes, merge_home_bytes);
   log_records_max = std::min(keys, log_pages * log_page_records);
   const uint64_t entry_max = sizeof(MergeEntry) + sizeof(uint16_t) * slots_max;

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "smartinf/base/checksum.h"
+#include "smartinf/base/row_pages.h"
 #include "smartinf/base/units.h"
 #include "smartinf/storage/row_layout.h"
 
@@ -139,8 +140,8 @@ struct RowGeometry {
     uint64_t offset_bytes = 0;  // of its homes
     uint64_t first_key = 0;     // of its rows in the index
   };
-  static constexpr uint64_t kMergeRecordsMax = 2048;
-  static constexpr uint64_t kMergeBytes = 8 * base::kMiB;
+  static constexpr uint64_t kMergeRecordsMax = base::kRowMergeRecordsMax;
+  static constexpr uint64_t kMergeBytes = base::kRowMergeBytes;
   static constexpr uint64_t kChunkBytes = 256 * base::kKiB;  // of the log, at once
   static constexpr uint32_t kChunks = 4;
   static constexpr uint64_t kReadBytes = 32 * base::kKiB;  // adjacent pages, at once

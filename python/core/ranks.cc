@@ -77,10 +77,23 @@ void copy(const nb::object& from, std::span<std::byte> to) {
 
 }  // namespace
 
-engine::Collectives::Started PyRanks::all_to_all(Channel, std::span<const std::byte>,
-                                                 std::span<const uint64_t>, std::span<std::byte>,
-                                                 std::span<const uint64_t>) {
-  return Status(ErrorCode::kUnsupported, "an exchange of gradients by the core");
+engine::Collectives::Started PyRanks::all_to_all(Channel channel, std::span<const std::byte> send,
+                                                 std::span<const uint64_t> send_bytes,
+                                                 std::span<std::byte> receive,
+                                                 std::span<const uint64_t> receive_bytes) {
+  return with_gil(interrupt_, [&] {
+    nb::list sent, sizes;
+    for (size_t rank = 0; rank < world_; ++rank) {
+      sent.append(bytes_of(send.first(send_bytes[rank])));
+      send = send.subspan(send_bytes[rank]);
+      sizes.append(receive_bytes[rank]);
+    }
+    const nb::object parts = calls_.attr("all_to_all")(static_cast<int>(channel), sent, sizes);
+    for (size_t rank = 0; rank < world_; ++rank) {
+      copy(parts[rank], receive.first(receive_bytes[rank]));
+      receive = receive.subspan(receive_bytes[rank]);
+    }
+  });
 }
 
 engine::Collectives::Started PyRanks::broadcast(Channel, std::span<std::byte>, uint32_t) {

@@ -26,10 +26,10 @@ class PyRanks final : public engine::Collectives {
 
   uint32_t rank() const override { return rank_; }
   uint32_t world() const override { return world_; }
-  /// These two have the error kUnsupported. Gradients and weights are exchanged by Python.
   Started all_to_all(engine::Channel channel, std::span<const std::byte> send,
                      std::span<const uint64_t> send_bytes, std::span<std::byte> receive,
                      std::span<const uint64_t> receive_bytes) override;
+  /// kUnsupported: gradients and weights of parameters are exchanged by Python.
   Started broadcast(engine::Channel channel, std::span<std::byte> bytes, uint32_t root) override;
   Started all_gather(engine::Channel channel, std::span<const std::byte> mine,
                      std::span<std::byte> all) override;

@@ -3,6 +3,7 @@ torch.distributed, in CPU memory. Each message goes from rank to rank, so that w
 died, or one that does not come. A frame of one size says in front of each which call it belongs to: ranks that are at
 different calls say so, where gloo would end the process because of a message of another size."""
 
+import ctypes
 import logging
 import os
 import queue
@@ -54,9 +55,18 @@ class RankCalls:
         frames = self._frames(channel, "gather", len(mine), mine)
         if len(mine) > _SHORT:
             parts = {r: _room(len(mine)) for r in self._others}
-            self._exchange(self._groups[channel], _tensor(mine), self._others, parts)
+            self._exchange(self._groups[channel], dict.fromkeys(self._others, _tensor(mine)), parts)
             frames = {r: bytes(part.tolist()) for r, part in parts.items()}
         return [mine if r == self._rank else frames[r][: len(mine)] for r in range(self._world)]
+
+    def all_to_all(self, channel, send, sizes):
+        """send[r]: bytes to rank r; sizes[r]: of what comes from it, on which both agree. Returns that, by rank."""
+        self._frames(channel, "exchange", 0, b"")
+        sent = {r: _tensor(send[r]) for r in self._others if send[r]}
+        parts = {r: _room(sizes[r]) for r in self._others if sizes[r]}
+        self._exchange(self._groups[channel], sent, parts)
+        come = {r: ctypes.string_at(part.data_ptr(), part.nbytes) for r, part in parts.items()}
+        return [send[r] if r == self._rank else come.get(r, b"") for r in range(self._world)]
 
     def all_texts(self, mine):
         """Every rank's bytes, of any sizes, by rank."""
@@ -75,15 +85,15 @@ class RankCalls:
         """parts[r] is rank r's tensor, for each rank: this rank's is sent to all others, theirs are filled in."""
         self.meet("weights", sum(part.nbytes for part in parts))
         theirs = {r: parts[r] for r in self._others}
-        self._exchange(group, parts[self._rank], self._others, theirs)
+        self._exchange(group, dict.fromkeys(self._others, parts[self._rank]), theirs)
 
     def broadcast_tensor(self, group, tensor, root):
         """Root's values into every rank's tensor."""
         self.meet("a tensor", tensor.nbytes)
         if self._rank == root:
-            self._exchange(group, tensor, self._others, {})
+            self._exchange(group, dict.fromkeys(self._others, tensor), {})
         else:
-            self._exchange(group, None, [], {root: tensor})
+            self._exchange(group, {}, {root: tensor})
 
     def meet(self, what, size):
         """All ranks are about to exchange `size` bytes of `what`. Errors: one of them is about something else."""
@@ -108,7 +118,7 @@ class RankCalls:
         self._exchanges[channel] += 1
         mine = _FRAME.pack(*fields)
         parts = {r: _room(_FRAME.size) for r in self._others}
-        self._exchange(self._groups[channel], _tensor(mine), self._others, parts)
+        self._exchange(self._groups[channel], dict.fromkeys(self._others, _tensor(mine)), parts)
         messages = {}
         for r, part in parts.items():
             *theirs, messages[r] = _FRAME.unpack(bytes(part.tolist()))
@@ -125,15 +135,15 @@ class RankCalls:
         )
         raise self._fail(found)
 
-    def _exchange(self, group, sent, receivers, parts):
-        """Sends the tensor `sent` to each of the receivers; parts: for each sender the tensor that its message comes
+    def _exchange(self, group, sent, parts):
+        """sent: for each receiver the tensor that it is sent; parts: for each sender the tensor that its message comes
         into."""
         if self._failure is not None:
             raise self._error()
         sending, receiving, r, begin = [], [], None, time.monotonic()
         try:
-            for r in receivers:
-                sending.append((r, group.send([sent], r, 0)))
+            for r, tensor in sent.items():
+                sending.append((r, group.send([tensor], r, 0)))
             for r, part in parts.items():
                 receiving.append((r, group.recv([part], r, 0)))
             # Gloo does not hear of it when a rank dies that it sends to: what is received comes first.

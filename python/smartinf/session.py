@@ -423,7 +423,7 @@ class Session:
         taking_part = self.gradients.hand_over(self)
         if any(taking_part):
             if self.tables is not None:
-                self.tables.hand_over(self.core)
+                self.tables.hand_over(self.core, self.ranks.world)
             self.taking_part, self.phase = taking_part, Phase.COLLECTED
         return taking_part
 

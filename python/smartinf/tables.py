@@ -204,9 +204,11 @@ class Tables:
         for table in self.tables:
             table.held = None
 
-    def hand_over(self, core):
-        """The gradients of the step that has begun."""
+    def hand_over(self, core, world):
+        """The gradients of the step that has begun, averaged over `world` ranks as all others are."""
         for table, ids, gradient in self.pending:
+            if world > 1:
+                gradient = gradient.to(torch.float32) / world
             core.add_row_gradient(table.index, ids.data_ptr(), len(ids), TYPE_NAMES[gradient.dtype], gradient.data_ptr())
         self.pending.clear()
 

@@ -184,8 +184,15 @@ Status DeviceUpdater::skip_gradient(uint64_t first, uint64_t count) {
 }
 
 base::Result<GradientSummary> DeviceUpdater::finish_gradients(double unscale) {
-  const auto summary = finish_gradients_here(unscale);
-  return options_.peers == nullptr ? summary : sum_gradients(*options_.peers, summary);
+  base::Result<RowTables::Found> found = RowTables::Found();
+  if (tables_ != nullptr) {
+    found = tables_->finish_gradients(gradient_error_);
+    gradient_error_ = found.status();
+  }
+  base::Result<GradientSummary> summary = finish_gradients_here(unscale);
+  if (options_.peers != nullptr) summary = sum_gradients(*options_.peers, summary);
+  if (summary.ok() && found.ok()) add_tables(*found, unscale, *summary);
+  return summary;
 }
 
 /// The norm of parameters and tables together.
@@ -207,7 +214,6 @@ base::Result<GradientSummary> DeviceUpdater::finish_gradients_here(double unscal
   }
   SI_RETURN_IF_ERROR(gradient_error_);
   SI_ASSIGN_OR_RETURN(GradientSummary summary, gradient_tracker_.finish(unscale));
-  if (tables_ != nullptr) add_tables(tables_->finish_gradients(), unscale, summary);
   SI_RETURN_IF_ERROR(protocol_.finish_gradients());
   return summary;
 }

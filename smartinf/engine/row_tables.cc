@@ -8,6 +8,7 @@
 
 #include <fmt/format.h>
 
+#include "smartinf/base/checksum.h"
 #include "smartinf/base/row_pages.h"
 #include "smartinf/base/units.h"
 #include "smartinf/kernels/update.h"
@@ -33,9 +34,8 @@ csd::TableShape shape_of(const TableOptions& options) {
   return shape;
 }
 
-uint64_t log_bytes(const std::vector<csd::TableShape>& tables, const UpdaterOptions& options,
-                   uint64_t devices, uint64_t memory_bytes) {
-  if (options.table_log_bytes > 0) return options.table_log_bytes / devices;
+uint64_t log_bytes(const std::vector<csd::TableShape>& tables, uint64_t devices,
+                   uint64_t memory_bytes) {
   uint64_t home_bytes = 0;
   uint64_t record_bytes = 1;
   for (const csd::TableShape& table : tables) {
@@ -47,27 +47,37 @@ uint64_t log_bytes(const std::vector<csd::TableShape>& tables, const UpdaterOpti
 }
 
 /// Shares of rows are those of parameters.
-std::vector<uint8_t> pattern_of(const DeviceSet& set) {
+std::vector<double> shares_of(const DeviceSet& set) {
   std::vector<double> elements(set.devices.size());
   for (const plan::Subgroup& subgroup : set.subgroups) {
     elements[set.owner[subgroup.id.value].value] += static_cast<double>(subgroup.count);
   }
-  return plan::row_pattern(elements);
+  return elements;
+}
+
+/// What ranks have in common.
+std::string call_of(const UpdaterOptions& options) {
+  std::string text = "open tables:";
+  for (const TableOptions& table : options.tables) {
+    const auto& [rule, beta1, beta2, eps] = table.rule;
+    text += fmt::format(" {} ({}, {} x {}, {}, {}, {}, {}, {}, {});", table.name,
+                        base::enum_name(table.kind), table.rows, table.dim,
+                        kernels::row_rule_name(rule), beta1, beta2, eps, table.start.deviation,
+                        table.start.seed);
+  }
+  return text;
 }
 
 }  // namespace
 
 Result<std::unique_ptr<RowTables>> RowTables::open(const UpdaterOptions& options,
                                                    const DeviceSet& set, DeviceWatch& watch) {
-  const bool alone = options.collectives == nullptr && options.peers == nullptr;
-  if (!alone) {
-    return Status(ErrorCode::kUnsupported, "tables on devices belong to a run of one process",
-                  "Train with one rank, or keep the tables in memory.");
-  }
   std::unique_ptr<RowTables> made(new RowTables(set, watch));
   made->gradient_type_ = options.gradient_type;
-  const auto devices = static_cast<uint32_t>(set.devices.size());
-  const std::vector<uint8_t> pattern = pattern_of(set);
+  std::vector<double> shares = shares_of(set);
+  SI_ASSIGN_OR_RETURN(made->ranks_, RowRanks::make(options, set, call_of(options), shares));
+  const auto devices = made->device_count_ = static_cast<uint32_t>(shares.size());
+  const std::vector<uint8_t> pattern = plan::row_pattern(shares);
   csd::OpenTables message;
   message.pattern = pattern;
   message.device_count = devices;
@@ -90,15 +100,25 @@ Result<std::unique_ptr<RowTables>> RowTables::open(const UpdaterOptions& options
     one.sent_rows.resize(devices);
     one.sent_gradients.resize(devices);
   }
-  message.log_bytes =
-      log_bytes(message.tables, options, devices, options.table_memory_bytes / devices);
+  const uint64_t sharing = set.devices.size();  // of the memory and the log
+  message.log_bytes = options.table_log_bytes > 0 ? options.table_log_bytes / sharing
+                                                  : log_bytes(message.tables, devices,
+                                                              options.table_memory_bytes / sharing);
   for (uint32_t d = 0; d < devices; ++d) {
     message.device_index = d;
-    made->replies_.submit(*set.devices[d], message);
+    if (csd::Device* const device = made->here(d)) made->replies_.submit(*device, message);
   }
-  SI_RETURN_IF_ERROR(made->wait_for_all());
+  Status opened = made->wait_for_all();
+  if (made->ranks_ != nullptr) opened = made->ranks_->all_ok("open tables", opened);
+  SI_RETURN_IF_ERROR(opened);
   made->opening_ = std::move(message);
   return made;
+}
+
+csd::Device* RowTables::here(size_t device) const {
+  if (ranks_ == nullptr) return set_.devices[device].get();
+  if (!ranks_->is_here(static_cast<uint32_t>(device))) return nullptr;
+  return set_.devices[device - ranks_->first_device()].get();
 }
 
 Result<size_t> RowTables::find(const std::string& name) const {
@@ -143,12 +163,13 @@ Status RowTables::prefetch(size_t number, std::span<const int64_t> ids) {
   if (replies_.owed() == 0) prefetched_.clear();
   plan::RowBatch batch = plan::RowBatch::make(table.placement, ids);
   for (size_t d = 0; d < batch.rows.size(); ++d) {
-    if (batch.rows[d].empty()) continue;
+    csd::Device* const device = here(d);
+    if (device == nullptr || batch.rows[d].empty()) continue;
     const std::vector<uint32_t>& rows = prefetched_.emplace_back(std::move(batch.rows[d]));
     for (size_t at = 0; at < rows.size(); at += csd::kRowsOfMessageMax) {
       const auto some =
           std::span(rows).subspan(at, std::min<size_t>(csd::kRowsOfMessageMax, rows.size() - at));
-      replies_.submit(*set_.devices[d],
+      replies_.submit(*device,
                       csd::PrefetchRows{static_cast<uint32_t>(number), csd::row_bytes(some)});
     }
   }
@@ -158,31 +179,47 @@ Status RowTables::prefetch(size_t number, std::span<const int64_t> ids) {
 Status RowTables::gather(size_t number, std::span<const int64_t> ids, base::DataType type,
                          void* out, bool keep) {
   const Table& table = tables_[number];
-  SI_RETURN_IF_ERROR(check_ids(table, ids));
-  if (ids.empty()) return Status();
-  const plan::RowBatch batch = plan::RowBatch::make(table.placement, ids);
+  const Status checked = check_ids(table, ids);
+  if (ranks_ == nullptr) SI_RETURN_IF_ERROR(checked);
+  const plan::RowBatch batch =
+      plan::RowBatch::make(table.placement, checked.ok() ? ids : std::span<const int64_t>());
   const size_t row_out = table.options.dim * base::data_type_bytes(type);
-  std::vector<std::byte> rows_out(batch.distinct() * row_out);
-  size_t first = 0;
-  for (size_t d = 0; d < batch.rows.size(); ++d) {
-    const std::span<const uint32_t> rows = batch.rows[d];
-    for (size_t at = 0; at < rows.size(); at += csd::kRowsOfMessageMax) {
-      const auto some =
-          rows.subspan(at, std::min<size_t>(csd::kRowsOfMessageMax, rows.size() - at));
-      replies_.submit(
-          *set_.devices[d],
-          csd::GatherRows{
-              static_cast<uint32_t>(number), type, keep, csd::row_bytes(some),
-              std::span(rows_out).subspan((first + at) * row_out, some.size() * row_out)});
-    }
-    first += rows.size();
+  std::vector<std::byte> rows_out;
+  if (ranks_ != nullptr) {
+    const std::string call =
+        fmt::format("rows of {} as {}", table.options.name, base::data_type_name(type));
+    SI_ASSIGN_OR_RETURN(
+        rows_out, ranks_->gather(call, checked, batch.rows, row_out,
+                                 [&](const RowRanks::Rows& rows, std::span<std::byte> values) {
+                                   return gather_here(number, rows, type, keep, values);
+                                 }));
+  } else {
+    rows_out.resize(batch.distinct() * row_out);
+    SI_RETURN_IF_ERROR(gather_here(number, batch.rows, type, keep, rows_out));
   }
-  SI_RETURN_IF_ERROR(wait_for_all());
   for (size_t i = 0; i < ids.size(); ++i) {
     std::memcpy(static_cast<std::byte*>(out) + i * row_out,
                 rows_out.data() + size_t{batch.place[i]} * row_out, row_out);
   }
   return Status();
+}
+
+Status RowTables::gather_here(size_t number, const RowRanks::Rows& of_devices, base::DataType type,
+                              bool keep, std::span<std::byte> out) {
+  const size_t row_out = tables_[number].options.dim * base::data_type_bytes(type);
+  size_t first = 0;
+  for (size_t d = 0; d < of_devices.size(); ++d) {
+    const std::span<const uint32_t> rows = of_devices[d];
+    for (size_t at = 0; at < rows.size(); at += csd::kRowsOfMessageMax) {
+      const auto some =
+          rows.subspan(at, std::min<size_t>(csd::kRowsOfMessageMax, rows.size() - at));
+      replies_.submit(
+          *here(d), csd::GatherRows{static_cast<uint32_t>(number), type, keep, csd::row_bytes(some),
+                                    out.subspan((first + at) * row_out, some.size() * row_out)});
+    }
+    first += rows.size();
+  }
+  return wait_for_all();
 }
 
 // ---- Gradients down.
@@ -195,6 +232,22 @@ Status RowTables::add_gradient(size_t number, std::span<const int64_t> ids, base
     return Status(ErrorCode::kInvalidArgument,
                   fmt::format("the table {} is not trained", table.options.name));
   }
+  if (ranks_ == nullptr) {
+    add_rows(table, ids, type, gradient);
+    return Status();
+  }
+  const size_t row_in = table.options.dim * base::data_type_bytes(type);
+  const std::span all(static_cast<const std::byte*>(gradient), ids.size() * row_in);
+  for (size_t i = 0; i < ids.size(); ++i) {
+    const auto row = static_cast<uint64_t>(ids[i]);
+    ranks_->add_gradient(static_cast<uint32_t>(number), table.placement.device_of(row), row, type,
+                         all.subspan(i * row_in, row_in));
+  }
+  return Status();
+}
+
+void RowTables::add_rows(Table& table, std::span<const int64_t> ids, base::DataType type,
+                         const void* gradient) {
   std::vector<uint32_t> place(ids.size());
   for (size_t i = 0; i < ids.size(); ++i) {
     const auto row = static_cast<uint64_t>(ids[i]);
@@ -208,10 +261,27 @@ Status RowTables::add_gradient(size_t number, std::span<const int64_t> ids, base
   }
   table.sums.resize(table.rows.size() * table.options.dim, kernels::kNoGradient);
   kernels::add_rows(type, gradient, place, table.options.dim, table.sums);
-  return Status();
 }
 
-RowTables::Found RowTables::finish_gradients() {
+Status RowTables::share_gradients(const Status& mine) {
+  return ranks_->share_gradients(mine,
+                                 [&](uint32_t number, std::span<const int64_t> rows,
+                                     base::DataType type, const std::byte* gradient) -> Status {
+                                   if (number >= tables_.size())
+                                     return Status(ErrorCode::kCorrupt, "a gradient of no table");
+                                   SI_RETURN_IF_ERROR(check_ids(tables_[number], rows));
+                                   add_rows(tables_[number], rows, type, gradient);
+                                   return Status();
+                                 });
+}
+
+Result<RowTables::Found> RowTables::finish_gradients(const Status& mine) {
+  struct Norm {
+    uint64_t row = 0;
+    double sum_of_squares = 0;
+    uint64_t finite = 0;
+  };
+  SI_RETURN_IF_ERROR(ranks_ != nullptr ? share_gradients(mine) : mine);
   Found found;
   const size_t value = base::data_type_bytes(gradient_type_);
   const kernels::KernelTable& kernels = kernels::kernels();
@@ -222,6 +292,7 @@ RowTables::Found RowTables::finish_gradients() {
     std::vector<uint32_t> order(table.rows.size());
     std::iota(order.begin(), order.end(), 0u);
     std::ranges::sort(order, {}, [&](uint32_t i) { return table.rows[i]; });
+    std::vector<Norm> norms;
     for (size_t d = 0; d < table.places.size(); ++d) {
       table.sent_rows[d].clear();
       table.sent_gradients[d].clear();
@@ -236,10 +307,17 @@ RowTables::Found RowTables::finish_gradients() {
       std::byte* const at = sent.data() + sent.size() - row_in;
       kernels.cast_from_f32(table.sums.data() + i * dim, at, gradient_type_, dim);
       const auto norm = kernels.partial_norm(at, gradient_type_, dim);
+      norms.push_back({table.rows[i], norm.sum_of_squares, norm.finite ? 1u : 0u});
+    }
+    if (ranks_ != nullptr) {
+      SI_ASSIGN_OR_RETURN(norms, ranks_->gather_all("norms of tables", Status(), norms));
+      std::ranges::sort(norms, {}, &Norm::row);
+    }
+    for (const Norm& norm : norms) {
       found.sum_of_squares += norm.sum_of_squares;
-      if (norm.finite || !found.finite) continue;
+      if (norm.finite != 0 || !found.finite) continue;
       found.finite = false;
-      found.first_bad = fmt::format("{}, row {}", table.options.name, table.rows[i]);
+      found.first_bad = fmt::format("{}, row {}", table.options.name, norm.row);
     }
   }
   return found;
@@ -249,9 +327,12 @@ std::vector<std::vector<csd::UpdateRows>> RowTables::make_updates(std::span<cons
                                                                   base::StepNumber number,
                                                                   double gradient_scale) {
   std::vector<std::vector<csd::UpdateRows>> messages(set_.devices.size());
-  std::vector<uint64_t> rows_of_step(set_.devices.size());
+  const size_t first = ranks_ == nullptr ? 0 : ranks_->first_device();
+  std::vector<uint64_t> rows_of_step(messages.size());
   for (const Table& table : tables_) {
-    for (size_t d = 0; d < messages.size(); ++d) rows_of_step[d] += table.sent_rows[d].size();
+    for (size_t d = 0; d < messages.size(); ++d) {
+      rows_of_step[d] += table.sent_rows[first + d].size();
+    }
   }
   for (size_t t = 0; t < tables_.size(); ++t) {
     const Table& table = tables_[t];
@@ -263,9 +344,10 @@ std::vector<std::vector<csd::UpdateRows>> RowTables::make_updates(std::span<cons
         kernels::make_row_scalars(table.options.rule, rates[t], number, gradient_scale);
     const size_t row_in = table.options.dim * base::data_type_bytes(gradient_type_);
     for (size_t d = 0; d < messages.size(); ++d) {
+      if (here(first + d) == nullptr) continue;
       message.rows_of_step = rows_of_step[d];
-      const std::span<const uint32_t> rows = table.sent_rows[d];
-      const std::span<const std::byte> gradients = table.sent_gradients[d];
+      const std::span<const uint32_t> rows = table.sent_rows[first + d];
+      const std::span<const std::byte> gradients = table.sent_gradients[first + d];
       // A table that catches up is told of steps without rows, too.
       if (rows.empty() && shape_of(table.options).catches_up()) messages[d].push_back(message);
       for (size_t at = 0; at < rows.size(); at += csd::kRowsOfMessageMax) {
@@ -288,6 +370,7 @@ void RowTables::forget() {
     for (auto& rows : table.sent_rows) rows.clear();
     for (auto& gradients : table.sent_gradients) gradients.clear();
   }
+  if (ranks_ != nullptr) ranks_->forget();
 }
 
 // ---- Whole tables, and scratch.
@@ -328,7 +411,7 @@ Status RowTables::send_values(size_t number, std::span<const int64_t> ids,
       message.table = static_cast<uint32_t>(number);
       message.rows = csd::row_bytes(rows.subspan(at, some));
       message.values = std::as_bytes(std::span(ordered).subspan((first + at) * dim, some * dim));
-      replies_.submit(*set_.devices[d], message);
+      if (csd::Device* const device = here(d)) replies_.submit(*device, message);
     }
     first += rows.size();
   }
@@ -336,11 +419,21 @@ Status RowTables::send_values(size_t number, std::span<const int64_t> ids,
 }
 
 Status RowTables::put(size_t table, std::span<const int64_t> ids, std::span<const float> values) {
-  return send_values<csd::PutRows>(table, ids, values, false);
+  if (ranks_ == nullptr) return send_values<csd::PutRows>(table, ids, values, false);
+  const std::string call = fmt::format("rows of {} put ({:016x}, {})", tables_[table].options.name,
+                                       base::checksum(std::as_bytes(ids)), values.size());
+  std::vector<float> same(values.begin(), values.end());
+  SI_RETURN_IF_ERROR(ranks_->broadcast(call, check_ids(tables_[table], ids),
+                                       std::as_writable_bytes(std::span(same))));
+  return ranks_->all_ok(call, send_values<csd::PutRows>(table, ids, same, false));
 }
 
 Status RowTables::scatter_add(size_t table, std::span<const int64_t> ids,
                               std::span<const float> values) {
+  if (ranks_ != nullptr) {
+    return Status(ErrorCode::kUnsupported, "adding to rows of scratch tables from several ranks",
+                  "Use one process.");
+  }
   return send_values<csd::ScatterAddRows>(table, ids, values, true);
 }
 
@@ -357,22 +450,30 @@ Status RowTables::read_records(
   // Rows of a device that follow each other in the table do so on the device.
   const uint64_t at_once = std::max<uint64_t>(1, 4 * base::kMiB / record);
   std::vector<std::byte> records;
-  std::vector<std::vector<std::byte>> of_device(set_.devices.size());
+  std::vector<std::vector<std::byte>> of_device(device_count_);
+  Status visited;
   for (uint64_t begin = first; begin < first + count; begin += at_once) {
     const uint64_t end = std::min(begin + at_once, first + count);
-    std::vector<uint32_t> first_row(set_.devices.size(), base::RowMap::kNone);
-    std::vector<uint32_t> rows(set_.devices.size());
+    std::vector<uint32_t> first_row(device_count_, base::RowMap::kNone);
+    std::vector<uint32_t> rows(device_count_);
     for (uint64_t row = begin; row < end; ++row) {
       const uint32_t d = table.placement.device_of(row);
       if (rows[d]++ == 0) first_row[d] = table.placement.local_row(row);
     }
     for (size_t d = 0; d < rows.size(); ++d) {
-      if (rows[d] == 0) continue;
       of_device[d].resize(rows[d] * record);
-      replies_.submit(*set_.devices[d], csd::ReadRecords{static_cast<uint32_t>(number),
-                                                         first_row[d], rows[d], of_device[d]});
+      csd::Device* const device = here(d);
+      if (rows[d] == 0 || device == nullptr) continue;
+      replies_.submit(*device, csd::ReadRecords{static_cast<uint32_t>(number), first_row[d],
+                                                rows[d], of_device[d]});
     }
-    SI_RETURN_IF_ERROR(wait_for_all());
+    Status read = wait_for_all();
+    if (ranks_ != nullptr) {
+      if (!visited.ok()) read = visited;
+      SI_RETURN_IF_ERROR(
+          ranks_->share_records(fmt::format("records of {}", table.options.name), read, of_device));
+    }
+    SI_RETURN_IF_ERROR(read);
     records.resize((end - begin) * record);
     for (uint64_t row = begin; row < end; ++row) {
       const uint32_t d = table.placement.device_of(row);
@@ -380,14 +481,19 @@ Status RowTables::read_records(
                   of_device[d].data() + (table.placement.local_row(row) - first_row[d]) * record,
                   record);
     }
-    SI_RETURN_IF_ERROR(visit(begin, records));
+    visited = visit(begin, records);
+    if (ranks_ == nullptr) SI_RETURN_IF_ERROR(visited);
   }
-  return Status();
+  return ranks_ == nullptr ? visited : ranks_->all_ok("records of a table", visited);
 }
 
 // ---- Rows of a checkpoint.
 
 Status RowTables::load_next(StoredTables& from) {
+  if (ranks_ != nullptr) {
+    return Status(ErrorCode::kUnsupported, "a checkpoint's tables in a run of several ranks",
+                  "Load it with one process.");
+  }
   const csd::RunTables ours{opening_.tables, from.tables().chunks};
   if (csd::to_json(ours) != csd::to_json(from.tables())) {
     return Status(ErrorCode::kMismatch,

@@ -19,6 +19,7 @@
 #include "smartinf/engine/device_replies.h"
 #include "smartinf/engine/device_set.h"
 #include "smartinf/engine/options.h"
+#include "smartinf/engine/ranks/row_ranks.h"
 #include "smartinf/engine/stored_tables.h"
 #include "smartinf/plan/row_schedule.h"
 
@@ -26,7 +27,10 @@ namespace smartinf::engine {
 
 /// Ids are rows of a table, in any order, with repeats. Values are [ids][dim], of the type given.
 /// Bits do not depend on the number of devices, the size of their caches, or the order of rows on
-/// them. Threads: one at a time, that of the Updater's caller.
+/// them, nor on the number of ranks. Threads: one at a time, that of the Updater's caller.
+///
+/// Where several ranks train together, each has the rows of its own devices, and all calls but
+/// prefetch() and add_gradient() are collective (RowRanks).
 ///
 /// Errors of all calls: kInvalidArgument for a row that the table has not, with its place among the
 /// ids, before anything is sent; otherwise the device's, named.
@@ -34,7 +38,7 @@ class RowTables {
  public:
   /// Opens, or with set.fresh makes, the tables of options on the set's devices; `watch` outlives
   /// it, and the devices are destroyed before. Errors: kMismatch for other tables, both are named;
-  /// kNoSpace; kOutOfMemory with what would do; kUnsupported with several ranks.
+  /// kNoSpace; kOutOfMemory with what would do; kFailedPrecondition where ranks open other tables.
   static base::Result<std::unique_ptr<RowTables>> open(const UpdaterOptions& options,
                                                        const DeviceSet& set, DeviceWatch& watch);
 
@@ -43,7 +47,8 @@ class RowTables {
   /// Errors: kNotFound with the names that there are.
   base::Result<size_t> find(const std::string& name) const;
 
-  /// A hint: rows that will be gathered. Returns at once.
+  /// A hint: rows that will be gathered. Returns at once. Rows of other ranks' devices are left
+  /// out.
   base::Status prefetch(size_t table, std::span<const int64_t> ids);
   /// keep: gradients of these rows will follow.
   base::Status gather(size_t table, std::span<const int64_t> ids, base::DataType type, void* out,
@@ -51,9 +56,10 @@ class RowTables {
   /// Between begin_step() and finish_gradients(): adds to what the step's rows have so far.
   base::Status add_gradient(size_t table, std::span<const int64_t> ids, base::DataType type,
                             const void* gradient);
-  /// Weights of distinct rows, before Updater::initialize(); of a scratch table at any time.
+  /// Weights of distinct rows, before Updater::initialize(); of a scratch table at any time. Of
+  /// several ranks, which give the same ids, rank 0's values count.
   base::Status put(size_t table, std::span<const int64_t> ids, std::span<const float> values);
-  /// Adds to rows of a scratch table, in f32 and in the order of ids.
+  /// Adds to rows of a scratch table, in f32 and in the order of ids. Not with several ranks.
   base::Status scatter_add(size_t table, std::span<const int64_t> ids,
                            std::span<const float> values);
   /// Records of rows [first, first + count) in order, some at a time: weights and planes as
@@ -67,7 +73,8 @@ class RowTables {
   /// both are named.
   base::Status load_next(StoredTables& from);
 
-  /// Rows that have a gradient in this step.
+  /// Rows of this process' devices that have a gradient in this step; those of other ranks after
+  /// finish_gradients().
   uint64_t rows_of_step(size_t table) const { return tables_[table].rows.size(); }
 
   // For the Updater.
@@ -78,8 +85,9 @@ class RowTables {
     bool finite = true;
     std::string first_bad;  // table and row of the first value that is not finite
   };
-  /// Measures the sums as they will be sent. Again allowed after itself.
-  Found finish_gradients();
+  /// Measures the sums as they will be sent, of all ranks. Again allowed after itself. mine: what
+  /// this process has failed with so far, which then is the outcome on all ranks.
+  base::Result<Found> finish_gradients(const base::Status& mine);
   /// The messages of an update, for each device of the set; they point to memory that stays until
   /// forget(). rates: of every table.
   std::vector<std::vector<csd::UpdateRows>> make_updates(std::span<const double> rates,
@@ -103,6 +111,15 @@ class RowTables {
 
   RowTables(const DeviceSet& set, DeviceWatch& watch) : set_(set), replies_(watch) {}
 
+  /// Null for a device of another rank.
+  csd::Device* here(size_t device) const;
+  /// Rows of devices, by device, to out in that order; those of other ranks' devices are not there.
+  base::Status gather_here(size_t table, const RowRanks::Rows& rows, base::DataType type, bool keep,
+                           std::span<std::byte> out);
+  void add_rows(Table& table, std::span<const int64_t> rows, base::DataType type,
+                const void* gradient);
+  base::Status share_gradients(const base::Status& mine);
+
   base::Status check_ids(const Table& table, std::span<const int64_t> ids) const;
   template <typename Message>
   base::Status send_values(size_t table, std::span<const int64_t> ids,
@@ -112,6 +129,8 @@ class RowTables {
   base::Status put_records(size_t table, uint64_t first, std::span<const std::byte> records);
 
   const DeviceSet& set_;
+  std::unique_ptr<RowRanks> ranks_;  // null: one process
+  uint32_t device_count_ = 0;        // of all ranks
   DeviceReplies replies_;
   csd::OpenTables opening_;  // as the devices were asked, but for their numbers
   StoredTables* load_from_ = nullptr;

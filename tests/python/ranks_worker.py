@@ -180,6 +180,44 @@ def unequal(job):
     os._exit(0)
 
 
+class TableModel(torch.nn.Module):
+    """Gradients of its rows do not depend on other parameters, whose averages over ranks are rounded."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = torch.nn.Embedding(3000, 12)
+        self.dense = torch.nn.Linear(12, 20)
+
+    def forward(self, ids):
+        rows = self.table(ids)
+        return (rows - torch.arange(12.0) / 64).square().mean() + self.dense(rows.detach()).square().mean()
+
+
+def tables(job):
+    """Trains a table whose rows all ranks have. Each leaves its rows, the norms and what it was said of a wrong row."""
+    dist.init_process_group("gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(4 + rank)  # rows begin as rank 0 has them
+    model = TableModel()
+    smartinf.move_tables(model, ["table"], memory=f"{64 // world}MiB", log=f"{16 // world}MiB")
+    optimizer = smartinf.AdamW(model.named_parameters(), lr=1e-2, max_grad_norm=0, devices=[job["devices"]], resume=True)
+    wrapped = torch.nn.parallel.DistributedDataParallel(model) if world > 1 else model
+    for step in range(optimizer._session.lineage.updates, job["last"]):
+        ids = (torch.rand(GLOBAL_BATCH, 40, generator=torch.Generator().manual_seed(step)).pow(4) * 3000).long()
+        wrapped(ids[rank * GLOBAL_BATCH // world : (rank + 1) * GLOBAL_BATCH // world]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    rows, said = model.table.rows(), "nothing"
+    if world > 1:
+        try:
+            model.table(torch.tensor([1, 3000 if rank else 2]))
+        except smartinf.Error as error:
+            said = str(error)
+    torch.save((rows, said), pathlib.Path(job["results"], f"table{rank}.pt"))
+    optimizer.close()
+    dist.barrier()
+
+
 def refused(text, *args, **options):
     try:
         smartinf.AdamW(*args, **options)

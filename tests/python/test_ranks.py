@@ -126,6 +126,18 @@ def test_a_rank_killed_at_another_moment(run, point, two, tmp_path):
     assert_same(run(2, tmp_path), two)
 
 
+def test_tables_have_the_rows_of_one_rank(run, tmp_path):
+    """Whichever rank has a row's device, and also where a run goes on."""
+    run(1, tmp_path / "one", check="tables")
+    expected, _ = torch.load(tmp_path / "one" / "table0.pt")
+    run(2, tmp_path / "two", check="tables", last=5)
+    run(2, tmp_path / "two", check="tables")
+    for rank in range(2):
+        rows, said = torch.load(tmp_path / "two" / f"table{rank}.pt")
+        assert torch.equal(rows, expected)
+        assert "row 3000 in place 1 of a batch, and the table table has 3000 rows" in said and "rank 1" in said, said
+
+
 def test_gradients_are_averaged_as_they_leave(run, tmp_path):
     """Without DistributedDataParallel, over several backward passes, scaled, one step overflowing."""
     release = {"release_gradients": True, "accumulation_steps": 2}

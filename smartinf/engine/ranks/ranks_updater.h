@@ -86,6 +86,7 @@ class RanksUpdater final : public Updater {
   base::Status abort() override;
 
   std::shared_ptr<Collectives> collectives() const override { return ranks_; }
+  RowTables* tables() override { return here_->tables(); }
   Spool* spool() override { return here_->spool(); }
   UpdaterTraffic traffic() const override;
   uint64_t bytes_written_ever() const override { return here_->bytes_written_ever(); }

@@ -366,7 +366,7 @@ class Plan(unittest.TestCase):
     def test_a_plan_has_a_table(self):
         plan, _ = self.planned("llama3-8B", "--batch", "1", "--table", "1e6x64", "--table-ids", "4", "--table-zipf", "1")
         table = plan["table"]
-        self.assertEqual(table["ids"], 4 * 8192)
+        self.assertEqual(table["ids"], 4 * 2048)
         self.assertLess(table["rows_of_step"], table["ids"])
         self.assertGreater(table["rows_of_step"], table["ids"] / 4)
         self.assertGreater(table["total_s"], plan["total_s"])

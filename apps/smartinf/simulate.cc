@@ -212,7 +212,8 @@ Result<ordered_json> row_of(const SimQuestion& question, bool generates) {
   ordered_json row = to_json(question, times);
   if (!question.table) return row;
   SI_ASSIGN_OR_RETURN(const TablePlan table, plan_table(question, question.options, times));
-  for (const auto& [name, value] : to_json(table).items()) {
+  const ordered_json of_table = to_json(table);
+  for (const auto& [name, value] : of_table.items()) {
     row[name == "total_s" ? "with_table_s" : "table_" + name] = value;
   }
   return row;

@@ -296,6 +296,7 @@ std::optional<IoTuning> recall_tuning(const std::string& path) {
       const auto text =
           base::read_text_file((folder / kTuningFileName).string(), "cannot read", base::kMiB);
       if (text.ok()) return parse_tuning(*text);
+      if (text.status().code() != base::ErrorCode::kNotFound) return std::nullopt;
     }
     if (!folder.has_relative_path()) return std::nullopt;
   }

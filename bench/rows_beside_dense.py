@@ -2,7 +2,7 @@
 """Seconds of a step of a table on a drive against the share of its rows that the step touches, beside the dense update of
 all of them (`smartinf bench rows`, `smartinf bench step`; both AdamW-like in f32, exact).
 
-    bench/rows_beside_dense.py --device DIR [--rows 2e6] [--shares 0.001,0.003,0.01,0.03,0.1,0.3] > rows.jsonl
+    bench/rows_beside_dense.py --device DIR [--rows 2e6] [--shares 0.001,0.003,0.01,0.03,0.1] > rows.jsonl
     bench/rows_beside_dense.py --draw rows.jsonl [--out rows.svg]       an SVG, with matplotlib
 
 DIR is a folder on the drive that is empty or not there. The ids of a step are all different and random: the worst case.
@@ -44,7 +44,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", metavar="DIR")
     parser.add_argument("--rows", type=float, default=2e6)
-    parser.add_argument("--shares", default="0.001,0.003,0.01,0.03,0.1,0.3")
+    parser.add_argument("--shares", default="0.001,0.003,0.01,0.03,0.1")
     parser.add_argument("--memory", default="256MiB", help="of both")
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--draw", type=pathlib.Path, metavar="RESULT.jsonl", help="measure nothing")

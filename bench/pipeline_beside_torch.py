@@ -83,7 +83,8 @@ def run_ranks(links, argv):
         processes.append(subprocess.Popen([*links.on(rank), *argv], env=env, stdout=subprocess.PIPE, text=True))
     out = [process.communicate(timeout=300)[0] for process in processes]
     if any(process.returncode for process in processes):
-        raise SystemExit(f"a rank failed: {out}")
+        codes = [process.returncode for process in processes]
+        raise SystemExit(f"{' '.join(map(str, argv))}: exit codes {codes}, what ranks printed: {out}")
     return out[0]
 
 

@@ -214,7 +214,8 @@ Result<std::optional<sim::RowTable>> table_by(const SimFlags& flags,
   }
   sim::RowTable table;
   const size_t times = shape->find('x');
-  if (times == std::string::npos) return bad_value("table", *shape, "Write e.g. 4e7x64.");
+  if (times == std::string::npos)
+    return bad_value("table", *shape, "Give rows x dim. Write e.g. 4e7x64.");
   SI_ASSIGN_OR_RETURN(table.rows, count("table", shape->substr(0, times)));
   SI_ASSIGN_OR_RETURN(const uint64_t dim, count("table", shape->substr(times + 1)));
   if (dim > 1 << 20) return bad_value("table", *shape, "A row has 2^20 values at most.");

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 
 
 class Process:
@@ -58,6 +59,29 @@ class Processes:
         process = self.start(code, *args)
         out, err = process.communicate()
         return subprocess.CompletedProcess(code, process.returncode, out, err)
+
+    def train_and_kill(self, kills, code, *args):
+        """Starts a program that prints "step loss" of each step so often, and kills it some steps later, but for the last
+        time. Returns {step: losses that were printed of it}."""
+        found = {}
+
+        def take(line):
+            step, loss = line.split()
+            found.setdefault(int(step), set()).add(float(loss))
+
+        for kill in range(kills + 1):
+            process = self.start(code, *args)
+            for lines, line in enumerate(process.stdout):
+                take(line)
+                if kill < kills and lines == 5 + kill % 8:
+                    time.sleep(0.003 * (kill % 8))
+                    process.kill()
+                    break
+            out, err = process.communicate()
+            for line in out.splitlines():  # of steps behind that one
+                take(line)
+            assert kill < kills or process.returncode == 0, err
+        return found
 
     def close(self):
         self._server.stdin.close()

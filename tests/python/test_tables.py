@@ -3,8 +3,6 @@
 import copy
 import json
 import pathlib
-import signal
-import time
 
 import pytest
 import torch
@@ -226,18 +224,7 @@ def test_kills_lose_nothing(tmp_path, processes, kills):
     model, optimizer = on_devices([tmp_path / "a", tmp_path / "b"], WIDE, tables={"log": "2MiB"})
     expected = train(model, optimizer, range(steps))
     folders = [str(tmp_path / "c"), str(tmp_path / "d")]
-    found = {}
-    for kill in range(kills + 1):
-        process = processes.start(TRAIN.format(steps=steps), str(pathlib.Path(__file__).parent), *folders)
-        for lines, line in enumerate(process.stdout):
-            step, loss = line.split()
-            found.setdefault(int(step), set()).add(float(loss))
-            if kill < kills and lines == 5 + kill % 8:
-                time.sleep(0.003 * (kill % 8))
-                process.send_signal(signal.SIGKILL)
-                break
-        _, err = process.communicate()
-        assert kill < kills or process.returncode == 0, err
+    found = processes.train_and_kill(kills, TRAIN.format(steps=steps), str(pathlib.Path(__file__).parent), *folders)
     # A step whose loss was not printed any more may have been committed.
     assert len(found) > 0.8 * steps and all(losses == {expected[step]} for step, losses in found.items())
     again, _ = on_devices(folders, WIDE, tables={"log": "2MiB"}, resume=True)

@@ -1,8 +1,6 @@
 """Two models of one optimizer: groups with rates and rhythms of their own, which one commit makes durable together."""
 
 import pathlib
-import signal
-import time
 
 import pytest
 import torch
@@ -141,18 +139,7 @@ def test_kills_leave_both_at_one_step(tmp_path, processes, kills):
     optimizer = smartinf.AdamW(groups(models), devices=[tmp_path / "a", tmp_path / "b"])
     expected = train(models, [optimizer], range(steps))
     folders = [str(tmp_path / "c"), str(tmp_path / "d")]
-    found = {}
-    for kill in range(kills + 1):
-        process = processes.start(TRAIN.format(steps=steps), str(pathlib.Path(__file__).parent), *folders)
-        for lines, line in enumerate(process.stdout):
-            step, loss = line.split()
-            found.setdefault(int(step), set()).add(float(loss))
-            if kill < kills and lines == 4 + kill % 8:
-                time.sleep(0.001 * (kill % 8))
-                process.send_signal(signal.SIGKILL)
-                break
-        _, err = process.communicate()
-        assert kill < kills or process.returncode == 0, err
+    found = processes.train_and_kill(kills, TRAIN.format(steps=steps), str(pathlib.Path(__file__).parent), *folders)
     assert len(found) > 0.8 * steps and all(seen == {expected[step]} for step, seen in found.items())
     again = pair()
     smartinf.AdamW(groups(again), devices=folders, resume=True)

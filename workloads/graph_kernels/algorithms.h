@@ -98,19 +98,16 @@ std::vector<uint32_t> breadth_first(const Csr& csr, Vertex source, Machine& mach
   return depth;
 }
 
-/// For each vertex the smallest one of those that it is connected with, whichever way edges go.
-template <typename Machine>
-std::vector<Vertex> components(const Csr& csr, Machine& machine) {
-  const Csr both = csr.both_ways();
-  std::vector<Vertex> label(csr.vertices());
-  std::iota(label.begin(), label.end(), Vertex{0});
-  std::vector<Vertex> frontier = label;
+/// Takes edges of vertices that have changed until none changes any more. lowers(vertex,
+/// neighbour): whether that changes the neighbour.
+template <typename Machine, typename Lowers>
+void relax(const Csr& csr, std::vector<Vertex> frontier, uint64_t edge_bytes, Machine& machine,
+           const Lowers& lowers) {
   std::vector<bool> waits(csr.vertices(), false);
   while (!frontier.empty()) {
     std::vector<Vertex> next;
-    for_each_edge(both, frontier, kVertexBytes, machine, [&](Vertex v, Vertex to) {
-      if (label[v] >= label[to]) return;
-      label[to] = label[v];
+    for_each_edge(csr, frontier, edge_bytes, machine, [&](Vertex v, Vertex to) {
+      if (!lowers(v, to)) return;
       machine.write(to);
       if (waits[to]) return;
       waits[to] = true;
@@ -120,6 +117,19 @@ std::vector<Vertex> components(const Csr& csr, Machine& machine) {
     for (const Vertex v : next) waits[v] = false;
     frontier = std::move(next);
   }
+}
+
+/// For each vertex the smallest one of those that it is connected with, whichever way edges go.
+template <typename Machine>
+std::vector<Vertex> components(const Csr& csr, Machine& machine) {
+  const Csr both = csr.both_ways();
+  std::vector<Vertex> label(csr.vertices());
+  std::iota(label.begin(), label.end(), Vertex{0});
+  relax(both, label, kVertexBytes, machine, [&](Vertex v, Vertex to) {
+    if (label[v] >= label[to]) return false;
+    label[to] = label[v];
+    return true;
+  });
   return label;
 }
 
@@ -134,24 +144,13 @@ inline uint32_t edge_length(Vertex from, Vertex to) {
 template <typename Machine>
 std::vector<uint32_t> shortest_paths(const Csr& csr, Vertex source, Machine& machine) {
   std::vector<uint32_t> distance(csr.vertices(), kNotReached);
-  std::vector<Vertex> frontier{source};
-  std::vector<bool> waits(csr.vertices(), false);
   distance[source] = 0;
-  while (!frontier.empty()) {
-    std::vector<Vertex> next;
-    for_each_edge(csr, frontier, 2 * kVertexBytes, machine, [&](Vertex v, Vertex to) {
-      const uint32_t through = distance[v] + edge_length(v, to);
-      if (through >= distance[to]) return;
-      distance[to] = through;
-      machine.write(to);
-      if (waits[to]) return;
-      waits[to] = true;
-      machine.store(kVertexBytes);
-      next.push_back(to);
-    });
-    for (const Vertex v : next) waits[v] = false;
-    frontier = std::move(next);
-  }
+  relax(csr, {source}, 2 * kVertexBytes, machine, [&](Vertex v, Vertex to) {
+    const uint32_t through = distance[v] + edge_length(v, to);
+    if (through >= distance[to]) return false;
+    distance[to] = through;
+    return true;
+  });
   return distance;
 }
 

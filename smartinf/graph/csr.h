@@ -3,6 +3,8 @@
 
 #include <cstdint>
 #include <span>
+#include <string>
+#include <string_view>
 #include <vector>
 
 #include "smartinf/base/status.h"
@@ -18,11 +20,21 @@ struct Edge {
   bool operator==(const Edge&) const = default;
 };
 
+/// Edges of lines of two numbers, "from to", with spaces or a comma between them; lines that begin
+/// with # are comments. path: for errors. Errors: kInvalidArgument with the line.
+base::Result<std::vector<Edge>> edges_of_text(std::string_view text, const std::string& path);
+/// One more than the highest vertex of an edge; 0 without edges.
+uint64_t vertices_of(std::span<const Edge> edges);
+
 class Csr {
  public:
   /// Edges keep their number: an edge that is there twice counts twice. Neighbours of a vertex
   /// rise. Errors: kInvalidArgument naming the first edge with a vertex that is not there.
   static base::Result<Csr> make(uint64_t vertices, std::span<const Edge> edges);
+
+  /// first: [vertices + 1], where each vertex's neighbours begin; of each vertex they rise. Errors:
+  /// kCorrupt for what is no graph, with the first place that is wrong.
+  static base::Result<Csr> of_rows(std::vector<uint64_t> first, std::vector<Vertex> neighbours);
 
   Vertex vertices() const { return static_cast<Vertex>(first_.size() - 1); }
   uint64_t edges() const { return neighbours_.size(); }
@@ -36,6 +48,10 @@ class Csr {
   Csr reversed() const;
   /// Every edge both ways.
   Csr both_ways() const;
+  /// Each edge once, and none from a vertex to itself.
+  Csr simple() const;
+  std::span<const uint64_t> firsts() const { return first_; }
+  std::span<const Vertex> all_neighbours() const { return neighbours_; }
 
  private:
   template <typename EachEdge>

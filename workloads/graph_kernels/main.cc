@@ -1,6 +1,5 @@
 // smartinf-graph: graph algorithms, and an accelerator that runs them on DRAM with and without
 // gather and scatter in its banks (Piccolo, HPCA 2025).
-#include <charconv>
 #include <cstdio>
 #include <functional>
 #include <string>
@@ -70,56 +69,15 @@ struct Flags {
   bool json = false;
 };
 
-/// Lines of two numbers, "from to"; those that begin with # are comments.
-Result<std::vector<Edge>> read_edges(const std::string& path, uint64_t& vertices) {
-  SI_ASSIGN_OR_RETURN(const std::string text, base::read_text_file(path, "cannot read the edges"));
-  std::vector<Edge> edges;
-  uint64_t line = 1;
-  for (size_t at = 0; at < text.size(); ++line) {
-    const size_t end = std::min(text.find('\n', at), text.size());
-    const char* next = text.data() + at;
-    const char* const last = text.data() + end;
-    at = end + 1;
-    const auto skip = [&] {
-      while (next < last && (*next == ' ' || *next == '\t' || *next == ',' || *next == '\r'))
-        ++next;
-    };
-    skip();
-    if (next == last || *next == '#') continue;
-    Edge edge;
-    for (Vertex* vertex : {&edge.from, &edge.to}) {
-      const auto [stop, error] = std::from_chars(next, last, *vertex);
-      if (error != std::errc()) {
-        base::ErrorPlace place;
-        place.path = path;
-        return Status(ErrorCode::kInvalidArgument,
-                      fmt::format("line {} has no edge: two numbers of vertices", line),
-                      "Write \"from to\" on each line.", std::move(place));
-      }
-      next = stop;
-      skip();
-    }
-    if (next != last) {
-      return Status(ErrorCode::kInvalidArgument,
-                    fmt::format("line {} of {} has more than two numbers", line, path),
-                    "Edges have no weights here.");
-    }
-    edges.push_back(edge);
-  }
-  if (vertices == 0) {
-    for (const Edge& edge : edges)
-      vertices = std::max(vertices, uint64_t{1} + std::max(edge.from, edge.to));
-  }
-  return edges;
-}
-
 Result<Csr> graph_of(const Flags& flags, bool vertices_given) {
   uint64_t vertices = flags.vertices;
   uint64_t edges = flags.edges;
   std::vector<Edge> list;
   if (!flags.file.empty()) {
-    if (!vertices_given) vertices = 0;
-    SI_ASSIGN_OR_RETURN(list, read_edges(flags.file, vertices));
+    SI_ASSIGN_OR_RETURN(const std::string text,
+                        base::read_text_file(flags.file, "cannot read the edges"));
+    SI_ASSIGN_OR_RETURN(list, graph::edges_of_text(text, flags.file));
+    if (!vertices_given) vertices = graph::vertices_of(list);
     if (vertices == 0) return Status(ErrorCode::kInvalidArgument, "the file has no edge");
     return Csr::make(vertices, list);
   }

@@ -16,6 +16,7 @@ The modules, in the order in which a step meets them; each says in its first lin
 - gradients, released_gradients, averaged_gradients, amp: where a step's gradients come from
 - residency, absent_parameter, late_weights, early_updates: weights that a step has left behind (overlap)
 - streaming, units, layer_stream, layer_window, device_slots, layer_major: models larger than memory
+- distillation: a smaller model learns from a larger one, block by block
 - tables, table_files, nn: embeddings of which a step touches few rows
 - activations, spooled_tensors: what autograd saves, on devices
 - device_cache: keys and values of generate, on devices
@@ -69,6 +70,7 @@ TYPE_CHECKING = False  # type checkers take it for true; typing itself need not 
 if TYPE_CHECKING:
     from smartinf.activations import offload_activations
     from smartinf.device_cache import DeviceCache
+    from smartinf.distillation import distill, prune
     from smartinf.layer_major import forward_backward
     from smartinf.optimizers import SGD, Adagrad, Adam, AdamW, Lion
     from smartinf.streaming import from_pretrained, stream
@@ -81,6 +83,8 @@ _OTHERS = {
     "forward_backward": "layer_major",
     "offload_activations": "activations",
     "DeviceCache": "device_cache",
+    "distill": "distillation",
+    "prune": "distillation",
     "move_tables": "tables",
     "save_tables": "table_files",
 }

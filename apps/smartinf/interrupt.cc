@@ -24,25 +24,7 @@ sigset_t signal_set() {
   return signals;
 }
 
-void end_process(int /*signal*/) {
-  constexpr char kText[] = "\nsmartinf: interrupted\n";
-  (void)!::write(STDERR_FILENO, kText, sizeof kText - 1);
-  _exit(kExitInterrupted);
-}
-
 }  // namespace
-
-void end_at_signals() {
-  for (const int signal : kSignals) {
-    struct sigaction action {};
-    // One that is ignored, as that of a job in the background, stays so.
-    if (::sigaction(signal, nullptr, &action) != 0 || action.sa_handler != SIG_DFL) continue;
-    action.sa_handler = end_process;
-    (void)::sigaction(signal, &action, nullptr);
-  }
-  const sigset_t signals = signal_set();
-  pthread_sigmask(SIG_UNBLOCK, &signals, nullptr);
-}
 
 void hold_signals() {
   const sigset_t signals = signal_set();

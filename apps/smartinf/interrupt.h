@@ -8,11 +8,8 @@
 
 namespace smartinf::apps {
 
-/// First of all in main(): until there is an Interrupt, either signal ends the process with the
-/// exit code of an interruption, as later. A signal that came while they were held is heeded at
-/// once.
-void end_at_signals();
-/// Before exec() of a program that begins with end_at_signals(): what comes meanwhile waits for it.
+/// Before exec() of a program that begins with base::end_at_signals(): what comes meanwhile waits
+/// for it.
 void hold_signals();
 
 /// While it lives, a thread of its own waits for the signals. Made before other threads start: they

@@ -11,6 +11,7 @@
 #include <spdlog/sinks/stdout_color_sinks.h>
 #include <spdlog/spdlog.h>
 
+#include "smartinf/base/end_at_signals.h"
 #include "smartinf/base/log.h"
 #include "smartinf/base/nearest.h"
 #include "smartinf/base/user_path.h"
@@ -18,7 +19,6 @@
 #include "smartinf/kernels/update.h"
 
 #include "apps/smartinf/commands.h"
-#include "apps/smartinf/interrupt.h"
 #include "apps/smartinf/recipe_flags.h"
 
 namespace smartinf::apps {
@@ -269,7 +269,7 @@ int report(const base::Status& status, int code) {
 }  // namespace smartinf::apps
 
 int main(int argc, char** argv) {
-  smartinf::apps::end_at_signals();
+  smartinf::base::end_at_signals("smartinf");
   // Writing beyond the limit of file sizes is then an error that is reported, and does not end the
   // process.
   std::signal(SIGXFSZ, SIG_IGN);

@@ -8,6 +8,7 @@
 #include <fmt/format.h>
 #include <nlohmann/json.hpp>
 
+#include "smartinf/base/end_at_signals.h"
 #include "smartinf/base/enum_names.h"
 #include "smartinf/base/file.h"
 #include "smartinf/base/units.h"
@@ -250,6 +251,7 @@ CLI::Option* add_enum(CLI::App& app, const std::string& name, E& value, const st
 
 int main(int argc, char** argv) {
   using namespace smartinf::workloads;
+  smartinf::base::end_at_signals("smartinf-graph");
   CLI::App app("Graph algorithms, and what gather and scatter in DRAM's banks gain them");
   app.require_subcommand(1);
   Flags flags;

@@ -1,0 +1,189 @@
+"""smartinf-gnn beside torch in memory, and beside itself: other parts, devices and memory, and after kills.
+
+Usage: gnn_test.py COMMAND; exits with 77 where there is no torch or numpy.
+"""
+
+import json
+import os
+import pathlib
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import unittest
+
+try:
+    import numpy
+    import torch
+
+    import reference
+except ImportError as error:
+    print(f"skipped: {error}")
+    sys.exit(77)
+
+COMMAND = pathlib.Path(sys.argv.pop(1)).resolve()
+
+
+def run(*words, fails=False):
+    done = subprocess.run([COMMAND, *map(str, words)], capture_output=True, text=True, timeout=300, check=False)
+    if (done.returncode != 0) != fails:
+        raise AssertionError(f"{words}: {done.returncode}\n{done.stdout}{done.stderr}")
+    return done.stderr if fails else done.stdout
+
+
+class Gnn(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        base = os.environ.get("SMARTINF_TEST_FOLDER")
+        cls.temporary = tempfile.TemporaryDirectory(dir=base)
+        cls.folder = pathlib.Path(cls.temporary.name)
+        cls.graph = cls.folder / "graph"
+        tuning = pathlib.Path(base or "", "smartinf.tuning")
+        if not tuning.is_file():  # no drive is measured
+            (cls.folder / "smartinf.tuning").write_text(
+                "io_bytes = 1048576\nio_depth = 4\nread_bytes_per_second = 1e9\nwrite_bytes_per_second = 1e9\n"
+            )
+        run("import", cls.graph, "--made-of", 1500, "--features", 20, "--classes", 5, "--degree", 7)
+        run("partition", cls.graph, "--block", 200, "--method", "stream")
+
+    @classmethod
+    def tearDownClass(cls):
+        cls.temporary.cleanup()
+
+    def setUp(self):
+        self.used = 0
+
+    def devices(self, count=1):
+        self.used += 1
+        return [self.folder / f"{self.id().split('.')[-1]}.{self.used}.{i}" for i in range(count)]
+
+    def words(self, command, devices, *more):
+        return [command, self.graph, "--hidden", 12, "--json", *more, *(w for d in devices for w in ("--device", d))]
+
+    def train(self, devices, epochs, *more):
+        return [json.loads(line) for line in run(*self.words("train", devices, "--epochs", epochs, *more)).splitlines()]
+
+    def test_losses_are_those_of_torch(self):
+        epochs = 50 if os.environ.get("SMARTINF_TEST_ALL") else 20
+        edges, x, y, split = reference.load_graph(self.graph)
+        accuracies = {}
+        for model, layers in (("sage", 2), ("gcn", 3), ("residual-sage", 3), ("mlp", 2)):
+            with self.subTest(model=model):
+                devices = self.devices()
+                flags = ("--model", model, "--layers", layers)
+                self.assertEqual(self.train(devices, 0, *flags), [])
+                parameters = self.folder / f"{model}.safetensors"
+                run(*self.words("eval", devices, *flags, "--parameters", parameters))
+                network = reference.Network(model, reference.load_parameters(parameters), edges, len(x))
+                losses, accuracy = reference.train(network, x, y, split, epochs, 0.01)
+                rows = self.train(devices, epochs, *flags)
+                numpy.testing.assert_allclose([row["loss"] for row in rows], losses, rtol=0, atol=1e-4)
+                self.assertLess(losses[-1], 0.9 * losses[0])
+                test = json.loads(run(*self.words("eval", devices, *flags)))["test"]
+                self.assertAlmostEqual(test, accuracy, delta=0.003)
+                accuracies[model] = test
+        # Neighbours say more than features here.
+        self.assertGreater(accuracies["gcn"], accuracies["mlp"] + 0.1)
+
+    def test_bits_depend_on_nothing_but_the_graph(self):
+        for flags in (("--model", "residual-sage", "--layers", 3), ("--model", "gcn", "--layers", 2)):
+            whole = [row["loss"] for row in self.train(self.devices(), 6, *flags, "--parts", 1, "--threads", 1)]
+            for more, devices in (
+                (("--parts", 8, "--keep", 0, "--memory", "400MiB"), self.devices()),
+                (("--parts", 3, "--keep", "200KB", "--threads", 3), self.devices(3)),
+            ):
+                rows = self.train(devices, 6, *flags, *more)
+                self.assertEqual([row["loss"] for row in rows], whole)
+                for row in rows:  # to the byte
+                    self.assertEqual(row["up_bytes"], row["planned_up_bytes"])
+                    self.assertEqual(row["down_bytes"], row["planned_down_bytes"])
+                self.assertGreater(rows[0]["up_bytes"], 0)
+
+    def test_kills_lose_nothing(self):
+        epochs, flags = 15, ("--parts", 3, "--keep", 0)
+        whole = {row["epoch"]: row["loss"] for row in self.train(self.devices(), epochs, *flags)}
+        draw, devices, seen = random.Random(3), self.devices(2), {}
+        for _ in range(int(os.environ.get("SMARTINF_TEST_KILLS", 3))):
+            words = list(map(str, [COMMAND, *self.words("train", devices, "--epochs", epochs, *flags)]))
+            with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
+                time.sleep(draw.uniform(0.02, 0.6))
+                process.kill()
+                printed = process.stdout.read().splitlines(keepends=True)
+            for line in printed:
+                if not line.endswith("\n"):
+                    continue
+                row = json.loads(line)
+                self.assertEqual(seen.setdefault(row["epoch"], row["loss"]), row["loss"])
+        for row in self.train(devices, epochs, *flags):
+            self.assertEqual(seen.setdefault(row["epoch"], row["loss"]), row["loss"])
+        self.assertEqual({epoch: whole[epoch] for epoch in seen}, seen)
+        self.assertIn(epochs, seen)
+        with subprocess.Popen([COMMAND, *map(str, self.words("train", devices, "--epochs", 10**6))],
+                              stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:  # fmt: skip
+            process.stdout.readline()
+            process.send_signal(signal.SIGINT)
+            self.assertIn("smartinf-gnn: interrupted", process.communicate()[1])
+            self.assertEqual(process.returncode, 130)
+
+    def test_arrays_and_edges_of_ones_own(self):
+        draw = numpy.random.default_rng(1)
+        edge_index = draw.integers(0, 50, (2, 120))
+        x, y = draw.standard_normal((50, 3)).astype("f4"), draw.integers(-1, 4, 50)
+        masks = {f"{name}_mask": draw.random(50) < 0.3 for name in ("train", "val", "test")}
+        numpy.savez(self.folder / "own.npz", edge_index=edge_index, x=x, y=y, **masks)
+        run("import", self.folder / "npz", "--npz", self.folder / "own.npz")
+        (self.folder / "edges.csv").write_text("".join(f"{a},{b}\n" for a, b in edge_index.T))
+        numpy.save(self.folder / "x.npy", x.astype("f8"))
+        numpy.save(self.folder / "y.npy", y)
+        run("import", self.folder / "csv", "--edges", self.folder / "edges.csv", "--features-file", self.folder / "x.npy",
+            "--labels-file", self.folder / "y.npy")  # fmt: skip
+        wanted = {(a, b) for pair in edge_index.T for a, b in (pair, pair[::-1]) if a != b}
+        for name in ("npz", "csv"):
+            edges, features, labels, split = reference.load_graph(self.folder / name)
+            self.assertEqual({tuple(pair) for pair in edges.T.tolist()}, wanted)
+            self.assertEqual(edges.shape[1], len(wanted))
+            numpy.testing.assert_array_equal(features.numpy(), x)
+            numpy.testing.assert_array_equal(labels.numpy(), y)
+        split = numpy.load(self.folder / "npz" / "split.npy")
+        only_train = masks["train_mask"] & ~masks["val_mask"] & ~masks["test_mask"]
+        self.assertTrue((split[only_train] == 0).all() and (split[masks["test_mask"]] == 2).all())
+
+        numpy.save(self.folder / "long.npy", draw.standard_normal((51, 3)).astype("f4"))
+        words = ("import", self.folder / "no", "--edges", self.folder / "edges.csv", "--labels-file", self.folder / "y.npy")
+        for more, said in (
+            (("--features-file", self.folder / "long.npy"), "50 classes, and the graph has 51 vertices"),
+            (("--features-file", self.folder / "long.npy", "--vertices", 50), "51 rows of features, and the graph has 50"),
+            (("--features-file", self.folder / "x.npy", "--vertices", 20), "but there are 20"),
+            (("--features-file", self.folder / "edges.csv"), "no array of NumPy"),
+            ((), "neither features nor classes"),
+        ):
+            self.assertIn(said, run(*words, *more, fails=True))
+        numpy.savez_compressed(self.folder / "packed.npz", x=x)
+        self.assertIn("compressed", run("import", self.folder / "no", "--npz", self.folder / "packed.npz", fails=True))
+        self.assertFalse((self.folder / "no").exists())
+
+    def test_what_does_not_fit_is_refused(self):
+        device = self.devices()
+        self.train(device, 1)
+        self.assertIn("different model", run(*self.words("train", device, "--model", "gcn"), fails=True))
+        self.assertIn("the graph has 8 blocks", run(*self.words("plan", [], "--parts", 9), fails=True))
+        self.assertIn("half of the memory is 64.0 KiB", run(*self.words("plan", [], "--memory", "128KiB"), fails=True))
+        copy = self.folder / "copy"
+        shutil.copytree(self.graph, copy)
+        run("partition", copy, "--block", 300)  # blocks decide in what order is summed
+        said = run("train", copy, "--hidden", 12, "--device", device[0], fails=True)
+        self.assertEqual(said.count("of 1500 vertices"), 2)
+        self.assertIn("another", said)
+        (copy / "order.npy").unlink()
+        self.assertIn("smartinf-gnn partition", run("train", copy, "--device", self.devices()[0], fails=True))
+        neighbours = numpy.load(copy / "neighbours.npy")
+        neighbours[-1] = 1500
+        numpy.save(copy / "neighbours.npy", neighbours)
+        self.assertIn("neighbour 1500, but there are 1500 vertices", run("partition", copy, fails=True))
+
+
+if __name__ == "__main__":
+    unittest.main()

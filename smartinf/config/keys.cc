@@ -33,6 +33,7 @@ constexpr std::array kSections{
     Section{"compress", "Compression of gradients before the host link (docs/smartcomp.md)."},
     Section{"engine", "How the state is moved and stored (docs/devices.md)."},
     Section{"memory", "What stays in memory, and how much of it may be used (docs/memory.md)."},
+    Section{"table", "The embedding as a table whose rows are on the devices (docs/rows.md)."},
     Section{"ranks", "Several processes that train one model together (docs/ranks.md)."},
     Section{"remote",
             "Devices of other machines: how this one shows who it is, and how long it waits "
@@ -267,6 +268,15 @@ constexpr auto kKeys = std::to_array<Key>({
            "size of the part of the state that is kept in host memory as well, and is not read "
            "from the drives again. Every step still writes it; with engine.durability = \"none\" "
            "it is written only at checkpoints and at the end"),
+
+    SI_KEY("table.embedding", base::by_name(r.options.embedding),
+           "rule of the embedding's rows, of which a step reads and updates those of its tokens "
+           "alone; the head must not be tied. \"adamw\": that of optimizer.rule = \"adamw\" "
+           "without weight decay; \"none\": the embedding is a parameter as any other"),
+    SI_KEY("table.memory", base::ByteCount{&r.updater.table_memory_bytes},
+           "memory of all devices together for where rows are and for those that are cached"),
+    SI_KEY("table.log", base::ByteCount{&r.updater.table_log_bytes},
+           "room on the drives for new rows on their way to their places; 0: chosen"),
 
     SI_KEY(
         "ranks.order", base::by_name(r.options.ranks.order),

@@ -23,6 +23,10 @@ std::vector<uint64_t> bytes_of(const WeightSource& source, std::span<const plan:
                                base::DataType type) {
   std::vector<uint64_t> bytes;
   for (const plan::Unit& unit : units) {
+    if (unit.count == 0) {
+      bytes.push_back(0);
+      continue;
+    }
     const uint64_t first = source.subgroup_at(unit.first).first;
     const uint64_t end = end_of(source.subgroup_at(unit.end() - 1));
     bytes.push_back((end - first) * base::data_type_bytes(type));

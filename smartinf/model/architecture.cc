@@ -165,7 +165,9 @@ double yarn_pair(const Rope& rope, double rotations, uint32_t head_width) {
 std::vector<Tensor> tensors_of(const Architecture& model) {
   const Names names = names_of(model.family);
   TensorList list(model);
-  list.matrix(Part::kEmbedding, std::string(names.embedding), model.vocabulary, model.width);
+  if (!model.table_embedding) {
+    list.matrix(Part::kEmbedding, std::string(names.embedding), model.vocabulary, model.width);
+  }
   if (model.learned_positions) {
     list.matrix(Part::kPositions, "transformer.wpe", model.positions, model.width);
   }

@@ -94,6 +94,7 @@ struct Architecture {
   bool scaled_embedding = false;   // by sqrt(width)
   int64_t padding_token = -1;      // whose embedding, where it is read, has no gradient; < 0: none
   bool tied_head = true;           // the head's matrix is the embedding
+  bool table_embedding = false;    // its rows are a table on devices, and not in the space
 
   uint32_t experts = 0;  // 0: one feed-forward part for all tokens
   uint32_t experts_per_token = 0;
@@ -103,6 +104,13 @@ struct Architecture {
 
   uint32_t query_width() const { return heads * head_width; }
   uint32_t kv_width() const { return kv_heads * head_width; }
+  uint64_t table_elements() const { return table_embedding ? uint64_t{vocabulary} * width : 0; }
+  /// The same model with its embedding in the space, where it comes first.
+  Architecture whole() const {
+    Architecture model = *this;
+    model.table_embedding = false;
+    return model;
+  }
 };
 
 /// The purpose of a parameter. Neighbouring tensors of one part are used as one, joined along their

@@ -303,7 +303,8 @@ Status WeightFiles::check_tied_head(const Place& head) const {
   return Status();
 }
 
-Result<WeightFiles> WeightFiles::open(const std::string& folder, const Architecture& model) {
+Result<WeightFiles> WeightFiles::open(const std::string& folder, const Architecture& of) {
+  const Architecture model = of.whole();
   WeightFiles files;
   SI_ASSIGN_OR_RETURN(files.space_, make_parameter_space(model));
   SI_RETURN_IF_ERROR(files.find_files(folder));

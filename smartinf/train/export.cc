@@ -22,6 +22,7 @@
 #include "smartinf/engine/checkpoint_folder.h"
 #include "smartinf/engine/local_source.h"
 #include "smartinf/engine/updater.h"
+#include "smartinf/kernels/row_rules.h"
 #include "smartinf/model/config_json.h"
 #include "smartinf/model/safetensors.h"
 #include "smartinf/model/weight_files.h"
@@ -310,8 +311,27 @@ struct Committed {
   std::string client_metadata;
 };
 
-// Streams master weights in ascending order into `take`.
-Result<Committed> read_master(const Job& job, const plan::ParameterSpace& space,
+/// Weights of all rows of the run's table in order, some at a time.
+Status read_rows(engine::Updater& updater, uint64_t dim,
+                 const std::function<Status(std::span<const float>)>& take) {
+  SI_ASSIGN_OR_RETURN(const engine::StoredRun stored, stored_table(updater));
+  const csd::TableShape& table = stored.tables->tables().tables.front();
+  std::vector<float> weights;
+  return stored.tables->read(0, 0, table.rows, /*initial=*/true,
+                             [&](uint64_t, std::span<const std::byte> records) {
+                               const uint64_t bytes = table.record_bytes();
+                               weights.resize(records.size() / bytes * dim);
+                               for (size_t row = 0; row * bytes < records.size(); ++row) {
+                                 kernels::read_weights(records.subspan(row * bytes, bytes), dim,
+                                                       DataType::kF32, weights.data() + row * dim);
+                               }
+                               return take(weights);
+                             });
+}
+
+// Streams master weights in ascending order into `take`, those of rows of table_dim (0: there is no
+// table) before the others.
+Result<Committed> read_master(const Job& job, const plan::ParameterSpace& space, uint64_t table_dim,
                               const std::function<Status(std::span<const float>)>& take) {
   if (job.options.train.where == OptimizerWhere::kMemory) {
     SI_ASSIGN_OR_RETURN(const MemoryState state, MemoryState::open(job.options.train.run, space));
@@ -323,6 +343,7 @@ Result<Committed> read_master(const Job& job, const plan::ParameterSpace& space,
   SI_ASSIGN_OR_RETURN(
       const std::unique_ptr<engine::Updater> updater,
       engine::Updater::open(options, space, engine::local_sources(options, /*read_only=*/true)));
+  if (table_dim > 0) SI_RETURN_IF_ERROR(read_rows(*updater, table_dim, take));
   SI_RETURN_IF_ERROR(updater->read_weights(
       [&](uint64_t, std::span<const float> weights) { return take(weights); }));
   return Committed{updater->committed_step(), updater->client_metadata()};
@@ -415,7 +436,7 @@ Result<Contents> merged(const Job& job, const ModelSource& source,
   SI_ASSIGN_OR_RETURN(contents.space, model::make_parameter_space(source.architecture));
   std::vector<float> adapters;
   SI_ASSIGN_OR_RETURN(Committed committed,
-                      read_master(job, trained, [&](std::span<const float> elements) {
+                      read_master(job, trained, 0, [&](std::span<const float> elements) {
                         adapters.insert(adapters.end(), elements.begin(), elements.end());
                         return Status();
                       }));
@@ -494,21 +515,23 @@ Result<ExportSummary> export_run(const Job& job, const ExportOptions& options) {
     SI_ASSIGN_OR_RETURN(type, type_of_model(job, source));
   }
   std::vector<model::LoraTarget> targets;
+  GroupedParameters parameters;
   plan::ParameterSpace whole;
   if (lora) {
     SI_ASSIGN_OR_RETURN(targets, model::lora_targets(source.architecture, job.options.lora));
     SI_ASSIGN_OR_RETURN(whole, model::lora_space(targets, job.options.lora.rank));
+    SI_ASSIGN_OR_RETURN(parameters, group_parameters(whole, job.options.train));
   } else {
-    SI_ASSIGN_OR_RETURN(whole, model::make_parameter_space(source.architecture));
+    SI_ASSIGN_OR_RETURN(whole, model::make_parameter_space(source.architecture.whole()));
+    SI_ASSIGN_OR_RETURN(parameters, group_model(source.architecture, job.options.train));
   }
-  SI_ASSIGN_OR_RETURN(const GroupedParameters parameters,
-                      group_parameters(whole, job.options.train));
   ExportSummary summary;
   summary.adapters = lora && !options.merge;
   // Before the weights are read.
   SI_ASSIGN_OR_RETURN(TextFiles texts, describe_model(job, source, type));
-  Contents contents{parameters.space,
-                    [&](const auto& take) { return read_master(job, parameters.space, take); }};
+  const uint64_t table_dim = source.architecture.table_embedding ? source.architecture.width : 0;
+  Contents contents{
+      whole, [&](const auto& take) { return read_master(job, parameters.space, table_dim, take); }};
   if (options.merge) {
     SI_ASSIGN_OR_RETURN(contents, merged(job, source, targets, parameters.space));
   }

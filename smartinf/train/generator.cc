@@ -19,6 +19,7 @@
 #include "smartinf/train/adapters.h"
 #include "smartinf/train/corpus.h"
 #include "smartinf/train/decode.h"
+#include "smartinf/train/embedding_table.h"
 #include "smartinf/train/frozen_weights.h"
 #include "smartinf/train/guarded.h"
 #include "smartinf/train/memory_updater.h"
@@ -84,6 +85,7 @@ class TorchGenerator final : public Generator {
   Status load_all(const DecodeNeeds& needs);
   Status open_files();
   Status open_state();
+  Status open_table();
   Status check_store(bool own_store) const;
   Status make_plan(DecodeNeeds needs);
   Result<plan::InferencePlan> plan_of(const DecodeNeeds& needs) const;
@@ -106,6 +108,8 @@ class TorchGenerator final : public Generator {
   plan::InferencePlan plan_;
   std::unique_ptr<FrozenWeights> files_;
   std::unique_ptr<engine::Updater> updater_;
+  std::optional<engine::StoredRun> stored_;  // with a table
+  std::unique_ptr<EmbeddingTable> table_;
   std::unique_ptr<Model> model_;
   std::unique_ptr<LayerStream> stream_;
   std::unique_ptr<Adapters> adapters_;
@@ -146,9 +150,18 @@ Status TorchGenerator::open_state() {
                         engine::Updater::open(options, trained_,
                                               engine::local_sources(options, /*read_only=*/true)));
   }
-  if (!updater_->fresh()) return Status();
+  if (!updater_->fresh()) return open_table();
   return Status(ErrorCode::kNotFound, fmt::format("{} has trained nothing yet", run.train.run),
                 "Train it first, or name the folder of a model");
+}
+
+/// The rows of an embedding that is a table.
+Status TorchGenerator::open_table() {
+  if (!source_.architecture.table_embedding) return Status();
+  SI_ASSIGN_OR_RETURN(stored_, stored_table(*updater_));
+  table_ =
+      std::make_unique<EmbeddingTable>(*stored_->tables, source_.architecture, type_, accelerator_);
+  return Status();
 }
 
 Status TorchGenerator::streams() const {
@@ -260,20 +273,23 @@ Status TorchGenerator::load_all(const DecodeNeeds& needs) {
   const model::Architecture& architecture = source_.architecture;
   SI_ASSIGN_OR_RETURN(const plan::ParameterSpace space, model::make_parameter_space(architecture));
   if (of_run()) {
-    trained_ = space;
+    GroupedParameters parameters;
     if (lora()) {
       SI_ASSIGN_OR_RETURN(targets_, model::lora_targets(architecture, options.lora));
       SI_ASSIGN_OR_RETURN(trained_, model::lora_space(targets_, options.lora.rank));
+      SI_ASSIGN_OR_RETURN(parameters, group_parameters(trained_, options.train));
+    } else {
+      SI_ASSIGN_OR_RETURN(parameters, group_model(architecture, options.train));
     }
-    SI_ASSIGN_OR_RETURN(GroupedParameters parameters, group_parameters(trained_, options.train));
     trained_ = std::move(parameters.space);
     SI_RETURN_IF_ERROR(open_state());
   }
   if (!of_run() || lora()) SI_RETURN_IF_ERROR(open_files());
   SI_RETURN_IF_ERROR(make_plan(needs));
 
-  model_ = std::make_unique<Model>(architecture, space, weights_options(),
-                                   static_cast<uint32_t>(needs.longest), /*frozen=*/true);
+  model_ =
+      std::make_unique<Model>(architecture, space, weights_options(),
+                              static_cast<uint32_t>(needs.longest), /*frozen=*/true, table_.get());
   engine::WeightSource* source = files_.get();
   if (source == nullptr) source = updater_.get();
   stream_ = std::make_unique<LayerStream>(*source, *model_, copies_, type_, plan_.placement);

@@ -127,6 +127,7 @@ const LayerStream::Region* LayerStream::region_of(uint64_t element) const {
 }
 
 Tensor LayerStream::part(const Tensor& weights_N, const plan::Unit& unit) const {
+  if (unit.count == 0) return weights_N.narrow(0, 0, 0);  // an embedding that is a table
   const Region& region = *region_of(unit.first);
   return weights_N.narrow(0, static_cast<int64_t>(region.at + unit.first - region.first),
                           static_cast<int64_t>(unit.count));
@@ -201,7 +202,9 @@ Status LayerStream::arrive(uint64_t end) {
 
 void LayerStream::start(std::vector<uint32_t> order) {
   next_ = 0;
-  std::erase_if(order, [&](uint32_t unit) { return unit < placement_.on_accelerator; });
+  std::erase_if(order, [&](uint32_t unit) {
+    return unit < placement_.on_accelerator || unit_elements_[unit] == 0;
+  });
   order_ = order;
   if (window_ == nullptr) return;
   std::erase_if(order, [&](uint32_t unit) { return unit < placement_.in_memory; });

@@ -82,6 +82,19 @@ void take_stage(const plan::Pipeline& pipeline, plan::TrainingMemoryInput& memor
   memory.messages = 4 * (1 + pipeline.ahead);
 }
 
+/// Memory of an embedding that is a table: for where its rows are, and a step's gradients, at first
+/// of each token and then of each row, in f32 and as they are sent.
+uint64_t table_bytes(const model::Architecture& model, const Options& options,
+                     const engine::UpdaterOptions& updater) {
+  const uint64_t tokens =
+      uint64_t{options.train.accumulation} * options.train.micro_batch * options.data.sequence;
+  const uint64_t value_bytes = base::data_type_bytes(precision_data_type(options.train.precision));
+  const uint64_t of_row =
+      model.width * (sizeof(float) + base::data_type_bytes(updater.gradient_type)) + 32;
+  return updater.table_memory_bytes + tokens * (model.width * value_bytes + sizeof(int64_t)) +
+         std::min<uint64_t>(tokens, model.vocabulary) * of_row;
+}
+
 }  // namespace
 
 plan::DeviceSharing device_sharing(const engine::UpdaterOptions& updater, uint32_t world) {
@@ -129,6 +142,7 @@ base::Result<plan::TrainingPlan> plan_run(const model::Architecture& model, cons
                         engine::plan_buffers(streaming, space, devices));
     memory.optimizer_bytes =
         share(plan::buffer_bytes(buffers, space.count(), devices) + updater.state_cache_bytes);
+    if (model.table_embedding) memory.optimizer_bytes += table_bytes(model, options, updater);
     if (world > 1) {
       memory.optimizer_bytes += plan::rank_bytes(space.count(), buffers.subgroup_elements);
     }

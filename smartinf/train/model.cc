@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "smartinf/base/check.h"
+#include "smartinf/train/embedding_table.h"
 #include "smartinf/train/linear.h"
 
 namespace smartinf::train {
@@ -41,8 +42,13 @@ const Tensor& weight_of_part(std::span<const Parameter> parameters, Part part) {
 }
 
 Model::Model(const model::Architecture& architecture, const plan::ParameterSpace& space,
-             const torch::TensorOptions& weights, uint32_t sequence, bool frozen)
-    : model_(architecture), frozen_(frozen), units_(model::make_units(architecture)) {
+             const torch::TensorOptions& weights, uint32_t sequence, bool frozen,
+             EmbeddingTable* table)
+    : model_(architecture),
+      frozen_(frozen),
+      table_(table),
+      units_(model::make_units(architecture)) {
+  SI_CHECK((table != nullptr) == model_.table_embedding, "a model has the table that it says");
   size_t unit = 0;
   shapes_.resize(units_.size());
   for (const model::Tensor& tensor : model::tensors_of(architecture)) {
@@ -280,8 +286,14 @@ Tensor Model::run_layer(const Layer& layer, uint32_t index, const Tensor& x_BTC,
 }
 
 Tensor Model::embed(const UnitWeights& embedding, const Tensor& tokens_BT,
-                    const DocumentEnds& documents, const KeyValueCache* cache) const {
-  Tensor x_BTC = torch::embedding(embedding.front().weight, tokens_BT, model_.padding_token);
+                    const DocumentEnds& documents, const KeyValueCache* cache,
+                    const Tensor& rows_BTC) const {
+  Tensor x_BTC = rows_BTC;
+  if (table_ == nullptr) {
+    x_BTC = torch::embedding(embedding.front().weight, tokens_BT, model_.padding_token);
+  } else if (!x_BTC.defined()) {
+    x_BTC = table_->rows(tokens_BT, /*keep=*/false);
+  }
   if (model_.scaled_embedding) {
     // In the weights' type, as in transformers: sqrt(3072) is 55.5 in bf16.
     x_BTC = x_BTC * torch::full({}, std::sqrt(static_cast<double>(model_.width)), x_BTC.options());

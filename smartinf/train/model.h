@@ -21,6 +21,8 @@
 
 namespace smartinf::train {
 
+class EmbeddingTable;  // embedding_table.h
+
 /// A leaf of autograd: a span of the space, one or several ranges that one matrix product uses
 /// together.
 struct Parameter {
@@ -55,22 +57,27 @@ using DocumentEnds = std::vector<int64_t>;
 class Model {
  public:
   /// weights: their type and device, which are those of activations too. sequence: tokens that a
-  /// row has at most. frozen: weights have no gradients.
+  /// row has at most. frozen: weights have no gradients. table: of an architecture that has one.
   Model(const model::Architecture& architecture, const plan::ParameterSpace& space,
-        const torch::TensorOptions& weights, uint32_t sequence, bool frozen = false);
+        const torch::TensorOptions& weights, uint32_t sequence, bool frozen = false,
+        EmbeddingTable* table = nullptr);
 
   const model::Architecture& architecture() const { return model_; }
   /// The embedding, layers, and the final norm with the head (which may be the embedding's).
   std::span<const plan::Unit> units() const { return units_; }
   size_t head() const { return units_.size() - 1; }
   bool tied_head() const { return model_.tied_head; }
+  /// Rows of the embedding; null: it is a parameter.
+  EmbeddingTable* table() const { return table_; }
   /// Views of weights_N, all weights of a unit.
   UnitWeights weights_of(size_t unit, const torch::Tensor& weights_N) const;
 
   /// Unit 0: [B, T] int64 -> [B, T, C]. cache: of a sequence that the tokens continue (then B is 1,
-  /// without documents), or null.
+  /// without documents), or null. rows_BTC: the tokens' rows of the table; undefined: they are
+  /// looked up, and no gradient will follow.
   torch::Tensor embed(const UnitWeights& embedding, const torch::Tensor& tokens_BT,
-                      const DocumentEnds& documents, const KeyValueCache* cache = nullptr) const;
+                      const DocumentEnds& documents, const KeyValueCache* cache = nullptr,
+                      const torch::Tensor& rows_BTC = {}) const;
   /// A unit of layers: [B, T, C] -> [B, T, C]. adapters: of each layer, or empty. cache: as above;
   /// it gets the tokens' keys and values.
   torch::Tensor run_layers(size_t unit, const UnitWeights& layers,
@@ -135,6 +142,7 @@ class Model {
 
   model::Architecture model_;
   bool frozen_;
+  EmbeddingTable* table_;
   std::vector<plan::Unit> units_;
   std::vector<std::vector<Shape>> shapes_;  // by unit
   Angles angles_;

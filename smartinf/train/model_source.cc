@@ -140,11 +140,27 @@ TextForm text_form(const Options& options, const ModelSource& source) {
   return form;
 }
 
+namespace {
+
+/// The recipe's table, if it asks for one.
+Status choose_table(const Options& options, model::Architecture& model) {
+  model.table_embedding = options.embedding != EmbeddingRule::kNone;
+  if (!model.table_embedding || !model.tied_head) return Status();
+  return Status(
+      ErrorCode::kInvalidArgument,
+      "table.embedding is set, but the model's head is its embedding (tied), of which "
+      "every token needs all rows",
+      options.model.from.empty() ? "Set model.tied_head = false, or leave it out" : "Leave it out");
+}
+
+}  // namespace
+
 Result<ModelSource> find_model(const Options& options) {
   ModelSource source;
   const ModelOptions& given = options.model;
   if (given.from.empty()) {
     source.architecture = architecture_of(given, options.data.sequence);
+    SI_RETURN_IF_ERROR(choose_table(options, source.architecture));
     return source;
   }
   const fs::path kept = kept_folder(options.train.run);
@@ -162,6 +178,7 @@ Result<ModelSource> find_model(const Options& options) {
   }
   SI_ASSIGN_OR_RETURN(source,
                       read_model_folder(source.folder, given.ignored_keys, "--model.ignored_keys"));
+  SI_RETURN_IF_ERROR(choose_table(options, source.architecture));
   if (!is_there(kept / kConfig) && given.init == ModelInit::kWeights) {
     // A run that is not begun: what its weights come from is looked at before anything is written.
     SI_RETURN_IF_ERROR(model::WeightFiles::open(given.from, source.architecture).status());
@@ -174,6 +191,13 @@ Result<ModelSource> find_model(const Options& options) {
                   fmt::format("Choose at most {}", source.architecture.positions));
   }
   return source;
+}
+
+Result<engine::StoredRun> stored_table(engine::Updater& updater) {
+  SI_ASSIGN_OR_RETURN(engine::StoredRun stored, updater.snapshot());
+  if (stored.tables != nullptr) return stored;
+  return Status(ErrorCode::kMismatch, "table.embedding is set, but the run has no table",
+                "Use the recipe that the run was started with");
 }
 
 Result<TextFiles> read_model_files(const std::string& from) {

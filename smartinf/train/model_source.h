@@ -13,6 +13,8 @@
 
 #include "smartinf/base/float_formats.h"
 #include "smartinf/base/status.h"
+#include "smartinf/engine/stored_run.h"
+#include "smartinf/engine/updater.h"
 #include "smartinf/model/architecture.h"
 #include "smartinf/train/options.h"
 
@@ -33,10 +35,15 @@ struct ModelSource {
   std::string folder;                  // the folder that config.json is from
   std::vector<int64_t> end_tokens;     // tokens that the folder names, each of which ends a text
 };
-/// model.from's folder, else what the run has kept of it. Errors: those of read_model_folder(),
+/// model.from's folder, else what the run has kept of it. With table.embedding the architecture has
+/// a table. Errors: those of read_model_folder(), kInvalidArgument for a tied head beside a table,
 /// kMismatch where both are there and config.json is not the same; where the run has kept nothing
 /// yet, those of model::WeightFiles::open().
 base::Result<ModelSource> find_model(const Options& options);
+
+/// The rows of a run's table at its last step, read beside `updater`, which outlives them. Errors:
+/// kMismatch for a run without one.
+base::Result<engine::StoredRun> stored_table(engine::Updater& updater);
 
 /// The model in a folder of Hugging Face's. ignored: model.ignored_keys; option: by which the user
 /// names them. Errors: kNotFound, those of model::read_config() and model::find_folder_file().

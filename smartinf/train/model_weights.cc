@@ -13,8 +13,12 @@ torch::TensorOptions ModelWeights::tensor_options() const {
 Status ModelWeights::load(engine::Updater& updater, const Layout& layout) {
   SI_ASSIGN_OR_RETURN(const plan::ParameterSpace space,
                       model::make_parameter_space(layout.architecture));
+  if (updater.tables() != nullptr) {
+    table_ = std::make_unique<EmbeddingTable>(*updater.tables(), layout.architecture, type_,
+                                              accelerator());
+  }
   model_ = std::make_unique<Model>(layout.architecture, space, tensor_options(), layout.positions,
-                                   frozen());
+                                   frozen(), table_.get());
   engine::WeightSource* source = &updater;
   if (frozen()) source = frozen_.get();
   stream_ = std::make_unique<LayerStream>(*source, *model_, copies_, type_, layout.placement,

@@ -14,6 +14,7 @@
 #include "smartinf/plan/unit.h"
 #include "smartinf/train/adapters.h"
 #include "smartinf/train/copy_streams.h"
+#include "smartinf/train/embedding_table.h"
 #include "smartinf/train/frozen_weights.h"
 #include "smartinf/train/layer_stream.h"
 #include "smartinf/train/model.h"
@@ -72,6 +73,7 @@ class ModelWeights {
  private:
   const CopyStreams copies_;
   const base::DataType type_;
+  std::unique_ptr<EmbeddingTable> table_;  // null: the embedding is a parameter
   std::unique_ptr<Model> model_;
   std::unique_ptr<FrozenWeights> frozen_;
   std::unique_ptr<LayerStream> stream_;

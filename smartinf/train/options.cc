@@ -240,6 +240,23 @@ Status validate(const Options& options) {
                  "Leave it out: torch's own AdamW always updates before the next forward");
   }
   SI_RETURN_IF_ERROR(validate(options.ranks));
+  if (options.embedding != EmbeddingRule::kNone) {
+    const auto not_with = [](std::string_view why, std::string advice) {
+      return wrong("table.embedding", fmt::format("is set, but {}", why), std::move(advice));
+    };
+    if (options.train.where == OptimizerWhere::kMemory) {
+      return not_with("with optimizer.where = \"memory\" no device holds a state",
+                      "Leave it out, or set optimizer.where = \"device\"");
+    }
+    if (options.lora.on()) {
+      return not_with("adapters leave the embedding as it is, in the files of model.from",
+                      "Leave it out, or set lora.rank = 0");
+    }
+    if (options.ranks.pipeline > 1) {
+      return not_with("stages of a pipeline have their parameters each",
+                      "Leave it out, or set ranks.pipeline = 1");
+    }
+  }
   return validate(options.checkpoint);
 }
 

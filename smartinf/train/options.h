@@ -143,6 +143,13 @@ struct TrainOptions {
 /// memory.activations.
 using plan::Activations;
 
+/// table.embedding: the rule of an embedding of which a step updates the rows of its tokens alone,
+/// on the devices: kernels::RowRule by the same names. kNone: it is a parameter as any other.
+enum class EmbeddingRule : uint8_t { kNone, kSgd, kSparseAdam, kRowAdagrad, kRowAdam, kAdamW };
+inline constexpr std::array<std::string_view, 6> kEmbeddingRuleNames{
+    "none", "sgd", "sparse_adam", "row_adagrad", "row_adam", "adamw"};
+constexpr base::EnumNames enum_names(EmbeddingRule) { return kEmbeddingRuleNames; }
+
 /// Memory that may be used. Bytes; 0: what is free at the start.
 struct MemoryOptions {
   uint64_t host_bytes = 0;  // of the whole process
@@ -178,6 +185,7 @@ struct Options {
   model::LoraOptions lora;
   DataOptions data;
   TrainOptions train;
+  EmbeddingRule embedding = EmbeddingRule::kNone;  // table.embedding
   MemoryOptions memory;
   CheckpointSchedule checkpoint;
   RankOptions ranks;

@@ -6,12 +6,12 @@
 #include <map>
 #include <set>
 #include <tuple>
+#include <utility>
 
 #include <fmt/format.h>
 #include <fnmatch.h>
 
 #include "smartinf/base/nearest.h"
-#include "smartinf/model/architecture.h"
 
 namespace smartinf::train {
 namespace {
@@ -140,6 +140,20 @@ Result<GroupedParameters> group_parameters(const plan::ParameterSpace& space,
       }
     }
     SI_RETURN_IF_ERROR(grouped.space.add(range.name, range.shape, group));
+  }
+  return grouped;
+}
+
+Result<GroupedParameters> group_model(const model::Architecture& model, const TrainOptions& train) {
+  SI_ASSIGN_OR_RETURN(const plan::ParameterSpace whole, model::make_parameter_space(model.whole()));
+  SI_ASSIGN_OR_RETURN(GroupedParameters grouped, group_parameters(whole, train));
+  if (!model.table_embedding) return grouped;
+  const plan::ParameterSpace all = std::exchange(grouped.space, {});
+  const plan::ParameterRange& table = all.ranges().front();
+  grouped.table_lr_factor = grouped.groups[table.group].lr_factor;
+  for (const plan::ParameterRange& range : all.ranges()) {
+    if (range.name == table.name) continue;
+    SI_RETURN_IF_ERROR(grouped.space.add(range.name, range.shape, range.group));
   }
   return grouped;
 }

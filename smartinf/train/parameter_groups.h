@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "smartinf/base/status.h"
+#include "smartinf/model/architecture.h"
 #include "smartinf/plan/parameter_space.h"
 #include "smartinf/train/options.h"
 
@@ -20,6 +21,7 @@ struct ParameterGroup {
 struct GroupedParameters {
   plan::ParameterSpace space;  // each range with its group
   std::vector<ParameterGroup> groups;
+  double table_lr_factor = 1;  // of an embedding that is a table
 };
 
 /// Whether a whole name fits a pattern as a shell has them (fnmatch): * stands for any text, ? for
@@ -32,5 +34,9 @@ bool matches(const std::string& pattern, const std::string& name);
 /// that cannot work, or a pattern that no name fits, with the name that was perhaps meant.
 base::Result<GroupedParameters> group_parameters(const plan::ParameterSpace& space,
                                                  const TrainOptions& train);
+/// The same of all that is trained of a model without adapters. An embedding that is a table has a
+/// name for patterns, and no range.
+base::Result<GroupedParameters> group_model(const model::Architecture& model,
+                                            const TrainOptions& train);
 
 }  // namespace smartinf::train

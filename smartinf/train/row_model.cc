@@ -8,6 +8,7 @@
 #include "smartinf/base/check.h"
 #include "smartinf/kernels/row_ops.h"
 #include "smartinf/kernels/update.h"
+#include "smartinf/train/embedding_table.h"
 #include "smartinf/train/status_error.h"
 
 namespace smartinf::train {
@@ -145,9 +146,18 @@ void RowModel::embed(const UnitWeights& embedding, ModelRows& rows) {
   // In the weights' type, as torch has it.
   float scale[1] = {static_cast<float>(std::sqrt(static_cast<double>(shape_.width)))};
   kernels::round_to(type_, scale);
+  const auto row_of = [&](const Tensor& rows_MC, int64_t row) {
+    return values_of(rows_MC.select(0, row));
+  };
+  Tensor table_MC;
+  if (EmbeddingTable* table = model_.table()) {
+    table_MC = table->rows(torch::tensor(rows.tokens, torch::kInt64), /*keep=*/false);
+  }
   for (size_t r = 0; r < rows.count(); ++r) {
     const Rows x_C = Rows(rows.x_MC).subspan(r * width, width);
-    std::ranges::copy(values_of(embedding.front().weight.select(0, rows.tokens[r])), x_C.begin());
+    std::ranges::copy(table_MC.defined() ? row_of(table_MC, static_cast<int64_t>(r))
+                                         : row_of(embedding.front().weight, rows.tokens[r]),
+                      x_C.begin());
     if (shape_.scaled_embedding) kernels::multiply(type_, scale[0], x_C);
     if (shape_.learned_positions) {
       const Tensor& positions_PC = weight_of_part(embedding, Part::kPositions);

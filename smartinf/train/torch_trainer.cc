@@ -42,6 +42,9 @@ Result<StepReport> TorchTrainer::train_step(std::stop_token stop) {
 
     clock_.update_begins();
     SI_RETURN_IF_ERROR(gradients_->finish());
+    if (EmbeddingTable* table = weights_.model().table()) {
+      SI_RETURN_IF_ERROR(table->put_gradients());
+    }
     SI_ASSIGN_OR_RETURN(const engine::GradientSummary summary,
                         updater_->finish_gradients(1.0 / options_.train.accumulation));
     report.gradient_norm = summary.norm;
@@ -150,6 +153,10 @@ Status TorchTrainer::compute_gradients(std::span<const Batch> batches, const std
     const uint64_t forward_ns = base::now_ns();
     const double waited_s = weights_.waited_s();
     pass.first = mine_.begin + i;
+    if (weights_.model().table() != nullptr) {
+      pass.tokens_behind_BT = i + at_once < batches.size() ? batches[i + at_once].tokens_BT
+                                                           : first_tokens_of_next_step();
+    }
     pass.times_forward = offload_choice_ && !offload_choice_->decided();
     for (const double loss : pass_->train(together, pass)) losses.push_back(loss);
     if (link != nullptr) break;
@@ -193,6 +200,7 @@ engine::UpdateOptions TorchTrainer::update_options(double clip_factor) const {
   for (const ParameterGroup& group : groups_) {
     options.groups.push_back({.lr = lr * group.lr_factor, .weight_decay = group.weight_decay});
   }
+  options.table_rates = {lr * table_lr_factor_};
   return options;
 }
 
@@ -260,6 +268,19 @@ Result<std::vector<Batch>> TorchTrainer::next_batches(const std::stop_token& sto
   }
   if (stops) return Status(ErrorCode::kCancelled, "stopped before the step began");
   return batches;
+}
+
+/// Undefined where there is no next step; what is wrong with its data it will say itself.
+Tensor TorchTrainer::first_tokens_of_next_step() const {
+  if (run_.step + 1 >= options_.train.steps) return {};
+  const uint64_t rows = options_.train.micro_batch;
+  std::vector<uint64_t> windows(rows);
+  for (uint64_t row = 0; row < rows; ++row) {
+    windows[row] = window_at(options_.data.seed, corpus_.training().count(),
+                             run_.position.windows + mine_.begin * rows + row);
+  }
+  const Result<Batch> batch = read_batch(corpus_.training(), windows);
+  return batch.ok() ? batch->tokens_BT : Tensor();
 }
 
 Result<std::vector<double>> TorchTrainer::losses_of_all(std::span<const double> mine) const {
@@ -361,7 +382,7 @@ std::vector<std::string> TorchTrainer::describe() const {
   const auto millions = [](uint64_t count) {
     return fmt::format("{:.{}f}", static_cast<double>(count) * 1e-6, count < 10'000'000 ? 2 : 1);
   };
-  const uint64_t all = model::make_units(model).back().end();
+  const uint64_t all = model::make_units(model.whole()).back().end();
   const std::string parameters =
       targets_.empty() ? millions(all)
                        : fmt::format("{} of {}", millions(space_.count()), millions(all));
@@ -392,6 +413,12 @@ std::vector<std::string> TorchTrainer::describe() const {
         learning_rate(options_.train, options_.train.steps), options_.train.lr));
   }
   for (std::string& line : updater_->describe_devices()) lines.push_back("state: " + line);
+  if (const engine::RowTables* tables = updater_->tables()) {
+    const engine::TableOptions& table = tables->table(0);
+    lines.push_back(
+        fmt::format("table: {}, {} rows of {} by {}, which have no weight decay, on the devices",
+                    table.name, table.rows, table.dim, kernels::row_rule_name(table.rule.rule)));
+  }
   if (!compression_.empty()) lines.push_back("gradients: " + compression_);
   lines.insert(lines.end(), stage_lines_.begin(), stage_lines_.end());
   for (std::string& line : describe_plan(plan_, source_.architecture)) {

@@ -48,6 +48,7 @@ class TorchTrainer final : public Trainer {
         corpus_(std::move(corpus)),
         space_(std::move(parameters.space)),
         groups_(std::move(parameters.groups)),
+        table_lr_factor_(parameters.table_lr_factor),
         plan_(std::move(plan)),
         pipeline_(std::move(pipeline)),
         stage_lines_(std::move(stage_lines)),
@@ -114,6 +115,7 @@ class TorchTrainer final : public Trainer {
   /// The micro batches of the next step that this rank computes. targets: of all ranks'. Errors:
   /// kCancelled where several ranks have to stop.
   base::Result<std::vector<Batch>> next_batches(const std::stop_token& stop, uint64_t& targets);
+  torch::Tensor first_tokens_of_next_step() const;
   /// Losses of all micro batches of the step, in their order. mine: of this rank's.
   base::Result<std::vector<double>> losses_of_all(std::span<const double> mine) const;
 
@@ -142,6 +144,7 @@ class TorchTrainer final : public Trainer {
   base::Status open_devices(const Job& job, const RunStart& run_start);
   /// Step 0. What a failure leaves on the devices and in the folder is removed.
   base::Status initialize(const Job& job);
+  /// Of the whole model, its embedding first, or of all adapters.
   base::Result<engine::Updater::FillWeights> first_weights() const;
   base::Status open_frozen_weights(const Job& job);
   base::Result<std::unique_ptr<engine::Updater>> open_with_spool(engine::UpdaterOptions options,
@@ -169,6 +172,7 @@ class TorchTrainer final : public Trainer {
   Corpus corpus_;
   plan::ParameterSpace space_;  // of what is trained
   std::vector<ParameterGroup> groups_;
+  double table_lr_factor_;
   plan::TrainingPlan plan_;
   plan::Pipeline pipeline_;
   std::vector<std::string> stage_lines_;  // text about it; empty without

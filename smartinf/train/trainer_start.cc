@@ -3,6 +3,7 @@
 #include <cmath>
 #include <filesystem>
 #include <fstream>
+#include <numeric>
 #include <thread>
 
 #include <ATen/Parallel.h>
@@ -19,6 +20,7 @@
 #include "smartinf/plan/pipeline_schedule.h"
 #include "smartinf/train/accelerator.h"
 #include "smartinf/train/adapter_base.h"
+#include "smartinf/train/embedding_table.h"
 #include "smartinf/train/initial_weights.h"
 #include "smartinf/train/model_source.h"
 #include "smartinf/train/random.h"
@@ -190,6 +192,7 @@ Status TorchTrainer::open_devices(const Job& job, const RunStart& run_start) {
   engine::UpdaterOptions options = job.updater;
   options.collectives = ranks_.collectives();
   options.stages = spans_of_stages();
+  options.tables = tables_of(options_, source_.architecture, options.rule);
   if (!ranks_.alone()) share_cores(options, ranks_);
   options.where = options_.train.where == OptimizerWhere::kHost ? engine::UpdateWhere::kHost
                                                                 : engine::UpdateWhere::kDevice;
@@ -230,8 +233,11 @@ Result<engine::Updater::FillWeights> TorchTrainer::first_weights() const {
     });
   }
   if (source_.config_json.empty() || options_.model.init == ModelInit::kRandom) {
-    const InitialWeights initial(source_.architecture, space_, options_.train.seed);
-    return Fill([initial](uint64_t first, std::span<float> out) {
+    const model::Architecture whole = source_.architecture.whole();
+    SI_ASSIGN_OR_RETURN(plan::ParameterSpace made, model::make_parameter_space(whole));
+    const auto space = std::make_shared<const plan::ParameterSpace>(std::move(made));
+    const InitialWeights initial(whole, *space, options_.train.seed);
+    return Fill([space, initial](uint64_t first, std::span<float> out) {
       initial.fill(first, out);
       return Status();
     });
@@ -241,6 +247,26 @@ Result<engine::Updater::FillWeights> TorchTrainer::first_weights() const {
   const auto files = std::make_shared<const model::WeightFiles>(std::move(opened));
   return Fill([files](uint64_t first, std::span<float> out) { return files->read(first, out); });
 }
+
+namespace {
+
+/// First weights of the table, some rows at a time.
+Status fill_rows(engine::RowTables& tables, const engine::Updater::FillWeights& fill) {
+  const engine::TableOptions& table = tables.table(0);
+  const uint64_t at_once = std::max<uint64_t>(1, 4 * base::kMiB / (table.dim * sizeof(float)));
+  std::vector<int64_t> rows;
+  std::vector<float> weights;
+  for (uint64_t first = 0; first < table.rows; first += rows.size()) {
+    rows.resize(std::min(at_once, table.rows - first));
+    std::iota(rows.begin(), rows.end(), static_cast<int64_t>(first));
+    weights.resize(rows.size() * table.dim);
+    SI_RETURN_IF_ERROR(fill(first * table.dim, weights));
+    SI_RETURN_IF_ERROR(tables.put(0, rows, weights));
+  }
+  return Status();
+}
+
+}  // namespace
 
 Status TorchTrainer::initialize(const Job& job) {
   const auto begin = [&]() -> Status {
@@ -254,13 +280,19 @@ Status TorchTrainer::initialize(const Job& job) {
   const auto fill_devices = [&]() -> Status {
     const Result<engine::Updater::FillWeights> fill = first_weights();
     SI_RETURN_IF_ERROR(ranks_.all_ok("first weights", fill.status()));
+    const uint64_t of_table = source_.architecture.table_elements();
     uint64_t done = 0;
     const auto fill_and_report = [&](uint64_t first, std::span<float> out) -> Status {
       SI_RETURN_IF_ERROR((*fill)(first, out));
       done += out.size();
-      return job.progress ? job.progress(4 * done, 4 * space_.count()) : Status();
+      return job.progress ? job.progress(4 * done, 4 * (of_table + space_.count())) : Status();
     };
-    return updater_->initialize(fill_and_report, run_.position.to_json());
+    if (of_table > 0) SI_RETURN_IF_ERROR(fill_rows(*updater_->tables(), fill_and_report));
+    return updater_->initialize(
+        [&](uint64_t first, std::span<float> out) {
+          return fill_and_report(of_table + first, out);
+        },
+        run_.position.to_json());
   };
   Status begun = ranks_.all_ok("begin of a run", begin());
   if (begun.ok()) begun = fill_devices();
@@ -623,15 +655,20 @@ Result<Prepared> prepare(const Job& job) {
                        : fmt::format("Choose at least {}{}", corpus.vocabulary(),
                                      corpus.bytes() ? ", or leave the key out" : ""));
   }
+  if (model.table_embedding && !job.ranks.alone()) {
+    return Status(ErrorCode::kUnsupported, "table.embedding is set, but several ranks train",
+                  "Leave it out, or start one process");
+  }
   std::vector<model::LoraTarget> targets;
-  plan::ParameterSpace space;  // of what is trained
+  GroupedParameters parameters;
   if (options.lora.on()) {
     SI_ASSIGN_OR_RETURN(targets, model::lora_targets(model, options.lora));
-    SI_ASSIGN_OR_RETURN(space, model::lora_space(targets, options.lora.rank));
+    SI_ASSIGN_OR_RETURN(const auto adapters, model::lora_space(targets, options.lora.rank));
+    SI_ASSIGN_OR_RETURN(parameters, group_parameters(adapters, options.train));
   } else {
-    SI_ASSIGN_OR_RETURN(space, model::make_parameter_space(model));
+    SI_ASSIGN_OR_RETURN(parameters, group_model(model, options.train));
   }
-  SI_ASSIGN_OR_RETURN(GroupedParameters parameters, group_parameters(space, options.train));
+  const plan::ParameterSpace& space = parameters.space;  // of what is trained
   plan::TrainingPlan plan;
   plan::Pipeline pipeline{{{0, 0}, job.ranks.world()}, job.ranks.rank(), 0};
   std::vector<std::string> stage_lines;

@@ -11,6 +11,7 @@
 
 #include "smartinf/base/clock.h"
 #include "smartinf/plan/training_memory.h"
+#include "smartinf/train/embedding_table.h"
 #include "smartinf/train/offload_choice.h"
 #include "smartinf/train/status_error.h"
 #include "smartinf/train/windows.h"
@@ -132,6 +133,7 @@ std::vector<double> UnitPass::train(std::span<const Batch> batches, const Option
   if (options.first == options.mine.begin) {  // the step before may have been stopped
     for (auto& sums : sums_) sums.clear();
     tied_sums_.reset();
+    if (model_.table() != nullptr) model_.table()->forget();
   }
   inputs_.begin(head_unit + 1, batches.size());
   if (saved_) saved_->begin(head_unit, batches.size());
@@ -251,10 +253,13 @@ std::pair<UnitPass::Graph, Tensor> UnitPass::compute(size_t unit, const UnitWeig
                                                      const Tensor& input, size_t batch,
                                                      bool record) const {
   if (unit == 0) {
-    Tensor y_BTC = model_.embed(weights, batches_[batch].tokens_BT, batches_[batch].document_ends);
+    const Tensor rows_BTC = input.defined() ? leaf(input) : input;
+    Tensor y_BTC = model_.embed(weights, batches_[batch].tokens_BT, batches_[batch].document_ends,
+                                /*cache=*/nullptr, rows_BTC);
     if (adapters_ != nullptr) return {Graph{{}, {}, nullptr}, y_BTC};
-    return {Graph{torch::autograd::impl::gradient_edge(y_BTC), tensors_of(weights), nullptr},
-            y_BTC};
+    Graph graph{torch::autograd::impl::gradient_edge(y_BTC), tensors_of(weights), nullptr};
+    if (rows_BTC.defined()) graph.leaves.push_back(rows_BTC);
+    return {std::move(graph), y_BTC};
   }
   Graph graph{{}, tensors_of(trained(unit, weights)), nullptr};
   graph.leaves.push_back(leaf(input));
@@ -271,6 +276,17 @@ std::pair<UnitPass::Graph, Tensor> UnitPass::compute(size_t unit, const UnitWeig
   return {std::move(graph), std::move(y_BTC)};
 }
 
+/// A batch's rows of the embedding, where it is a table, while the next batch's are on their way.
+Tensor UnitPass::rows_of(size_t batch) const {
+  EmbeddingTable* const table = model_.table();
+  if (table == nullptr) return {};
+  Tensor rows_BTC = table->rows(batches_[batch].tokens_BT, /*keep=*/true);
+  const Tensor next_BT =
+      batch + 1 < batches_.size() ? batches_[batch + 1].tokens_BT : options_->tokens_behind_BT;
+  if (next_BT.defined()) table->prefetch(next_BT);
+  return rows_BTC;
+}
+
 bool UnitPass::offloads(size_t unit, size_t batch) const {
   if (unit == 0 || !saved_) return false;
   const size_t batches = batches_.size();
@@ -279,13 +295,14 @@ bool UnitPass::offloads(size_t unit, size_t batch) const {
 }
 
 void UnitPass::forward_unit(size_t unit, const UnitWeights& weights, size_t batch) {
-  const Tensor input = unit > 0 ? inputs_.get(unit, batch) : Tensor();
+  const Tensor input = unit > 0 ? inputs_.get(unit, batch) : rows_of(batch);
   const bool offloaded = offloads(unit, batch);
   Tensor y_BTC;
   if (recompute_ && !offloaded) {
     const torch::NoGradGuard no_grad;
     const Batch& tokens = batches_[batch];
-    y_BTC = unit == 0 ? model_.embed(weights, tokens.tokens_BT, tokens.document_ends)
+    y_BTC = unit == 0 ? model_.embed(weights, tokens.tokens_BT, tokens.document_ends,
+                                     /*cache=*/nullptr, input)
                       : run_layers(unit, weights, input, tokens.document_ends);
   } else {
     auto [graph, made] = compute(unit, weights, input, batch, offloaded);
@@ -341,7 +358,11 @@ double UnitPass::head_of(const Head& head, size_t batch) {
 
 /// The graph that forward left, or that is computed again.
 UnitPass::Graph UnitPass::graph_of(size_t unit, const UnitWeights& weights, size_t batch) {
-  const Tensor input = unit > 0 ? inputs_.take(unit, batch) : Tensor();
+  Tensor input = unit > 0 ? inputs_.take(unit, batch) : Tensor();
+  if (unit == 0 && model_.table() != nullptr) {  // the gradient needs no values of rows
+    const Tensor& gradient_BTC = gradients_BTC_[batch];
+    input = torch::zeros({1}, gradient_BTC.options()).expand_as(gradient_BTC);
+  }
   Graph graph = std::exchange(graphs_[unit][batch], Graph());
   if (graph.leaves.empty()) return compute(unit, weights, input, batch, /*record=*/false).first;
   if (graph.saved != nullptr) {
@@ -361,7 +382,11 @@ void UnitPass::backward_unit(size_t unit, const UnitWeights& weights, size_t bat
   auto made = torch::autograd::Engine::get_default_engine().execute(
       {graph.output}, {gradients_BTC_[batch]}, /*keep_graph=*/false, /*create_graph=*/false,
       /*accumulate_grad=*/false, wanted);
-  if (unit > 0) gradients_BTC_[batch] = std::move(made.back());
+  if (unit > 0) {
+    gradients_BTC_[batch] = std::move(made.back());
+  } else if (model_.table() != nullptr) {
+    model_.table()->add_gradient(batches_[batch].tokens_BT, made.back());
+  }
   sums_[unit].resize(parameters.size());
   for (size_t p = 0; p < parameters.size(); ++p) {
     // The gradient of an expert that no token went through.

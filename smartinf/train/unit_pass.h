@@ -84,6 +84,9 @@ class UnitPass {
     bool times_forward = false;  // beside an accelerator backward begins when it has computed it
     /// Targets of the step that count, divided by its number of batches.
     double targets_per_batch = 0;
+    /// Tokens of the batch behind these, whose rows of a table are brought up beside them;
+    /// undefined: there is none.
+    torch::Tensor tokens_behind_BT;
     /// Before each unit of the forward; what it throws ends the pass.
     std::function<void()> before_unit;
     TakeGradient take_gradient;
@@ -150,6 +153,7 @@ class UnitPass {
   std::pair<Graph, torch::Tensor> compute(size_t unit, const UnitWeights& weights,
                                           const torch::Tensor& input, size_t batch,
                                           bool record) const;
+  torch::Tensor rows_of(size_t batch) const;
   torch::Tensor run_layers(size_t unit, const UnitWeights& weights, const torch::Tensor& input,
                            const DocumentEnds& documents, KeyValueCache* cache = nullptr) const;
   std::vector<Parameter> trained(size_t unit, const UnitWeights& weights) const;

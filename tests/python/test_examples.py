@@ -155,6 +155,18 @@ def test_finetune(tmp_path, model, example):
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("stream", [False, True])
+def test_distill(tmp_path, model, example, stream):
+    transformers = pytest.importorskip("transformers")
+    texts = [EXAMPLES / "finetune.py", EXAMPLES / "trainer.py"]
+    small = ["--tokens", 640, "--length", 32, "--whole-epochs", 1, *(["--stream", tmp_path / "teacher"] if stream else [])]
+    out = example("distill.py", model, *texts, tmp_path / "device", tmp_path / "out", *small)
+    assert "of the gap closed with 640 tokens" in out
+    student = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert student.config.intermediate_size == 48
+
+
+@pytest.mark.nightly
 def test_streamed_trainer(tmp_path, model, example):
     transformers = pytest.importorskip("transformers")
     text = EXAMPLES / "finetune.py"

@@ -6,8 +6,10 @@
 #include "smartinf/engine/checkpoint.h"
 #include "smartinf/engine/local_source.h"
 #include "smartinf/engine/reshard.h"
+#include "smartinf/engine/row_tables.h"
 #include "smartinf/engine/stored_run.h"
 #include "smartinf/engine/test_model.h"
+#include "smartinf/engine/test_row_model.h"
 #include "smartinf/serve/test_server.h"
 
 namespace smartinf::engine {
@@ -128,6 +130,96 @@ TEST_F(RemoteDevices, StatesAreCopiedThereAndBack) {
   EXPECT_EQ(updater->committed_step(), 1u);
   run_steps(*updater, 2, kSteps, outcome);
   EXPECT_EQ(outcome, reference(DataType::kBf16));
+}
+
+/// One step, in which both tables get gradients.
+void step_with_tables(Updater& updater, uint64_t seed) {
+  expect_ok(updater.begin_step());
+  const auto gradient = contract_gradient(contract_space().count(), static_cast<int>(seed));
+  expect_ok(updater.put_gradient(0, gradient.data(), DataType::kBf16, gradient.size()));
+  for (size_t t = 0; t < updater.tables()->count(); ++t) {
+    const engine::TableOptions& table = updater.tables()->table(t);
+    const Batch batch = batch_of(seed, table.rows, table.dim, 500);
+    expect_ok(updater.tables()->add_gradient(t, batch.ids, DataType::kF32, batch.gradients.data()));
+  }
+  expect_ok(updater.finish_gradients(1).status());
+  UpdateOptions update;
+  update.groups.resize(contract_space().group_count(), {.lr = 1e-2});
+  expect_ok(
+      updater.start_update(update, DataType::kBf16, [](uint64_t) -> void* { return nullptr; }));
+  expect_ok(updater.commit("a step"));
+}
+std::vector<std::byte> records_of(Updater& updater) {
+  std::vector<std::byte> all;
+  for (size_t t = 0; t < updater.tables()->count(); ++t) {
+    expect_ok(updater.tables()->read_records(
+        t, 0, updater.tables()->table(t).rows, [&](uint64_t, std::span<const std::byte> records) {
+          all.insert(all.end(), records.begin(), records.end());
+          return Status();
+        }));
+  }
+  return all;
+}
+
+TEST_F(RemoteDevices, TablesGoWithTheirState) {
+  for (const auto rule : {kernels::RowRule::kSparseAdam, kernels::RowRule::kAdamW}) {
+    TableOptions table;
+    table.name = kernels::row_rule_name(rule);
+    table.rows = 3000;
+    table.dim = 24;
+    table.rule.rule = rule;
+    table.start = {0.02, 7};
+    options_.tables.push_back(table);
+  }
+  options_.table_log_bytes = 4 * base::kMiB;
+  CheckpointOptions checkpoint;
+  checkpoint.path = scratch_ / "checkpoint";
+  options_.devices.clear();
+  add_remote("fast0", 1);
+  std::vector<std::byte> records;
+  {
+    const auto updater = open();
+    ASSERT_NE(updater, nullptr);
+    initialize(*updater);
+    step_with_tables(*updater, 1);
+    step_with_tables(*updater, 2);
+    expect_ok(write_checkpoint(*updater, checkpoint).status());
+    step_with_tables(*updater, 3);
+    records = records_of(*updater);
+  }
+  // From the server's folder to another device of it, and from the checkpoint back.
+  const std::string folder = scratch_ / "local";
+  const auto made = read_checkpoint(checkpoint.path);
+  ASSERT_TRUE(made.ok()) << made.status().to_string();
+  struct Copy {
+    DeviceSources from;
+    std::string to;
+  };
+  std::vector<Copy> copies;
+  copies.push_back({sources({url("fast0")}), url("fast1")});
+  copies.push_back({sources({url("fast0")}), folder});
+  for (const Copy& copy : copies) {
+    auto run = open_stored_run(copy.from, storage::ReaderLock::kTake);
+    ASSERT_TRUE(run.ok()) << run.status().to_string();
+    expect_ok(reshard(*run, sources({copy.to}), {}).status());
+  }
+  auto stored = open_checkpoint(*made);
+  ASSERT_TRUE(stored.ok()) << stored.status().to_string();
+  ReshardOptions replace;
+  replace.replace = true;
+  expect_ok(reshard(*stored, sources({url("fast0")}), replace).status());
+  std::vector<std::byte> next;
+  for (const std::string& place : {url("fast1"), folder, url("fast0")}) {
+    options_.devices.front().path = place;
+    const auto updater = open();
+    ASSERT_NE(updater, nullptr);
+    if (place == url("fast0"))
+      step_with_tables(*updater, 3);  // the checkpoint is of the step before
+    EXPECT_TRUE(records_of(*updater) == records) << place;
+    step_with_tables(*updater, 4);
+    if (next.empty()) next = records_of(*updater);
+    EXPECT_TRUE(records_of(*updater) == next) << place;
+  }
 }
 
 TEST_F(RemoteDevices, WhatTheyCannotDoIsRefused) {

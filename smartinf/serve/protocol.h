@@ -28,7 +28,7 @@
 namespace smartinf::serve::wire {
 
 /// Changes with every change of what is below. Hello and Welcome stay as they are for ever.
-inline constexpr uint32_t kProtocolVersion = 8;
+inline constexpr uint32_t kProtocolVersion = 9;
 inline constexpr uint64_t kProtocolMagic = 0x31454d4552464e49;  // "INFREME1"
 
 enum class Purpose : uint8_t { kAsk, kSession, kSnapshot, kNewState };
@@ -200,10 +200,20 @@ struct ChooseStep {
 struct ReadBlocks {
   uint64_t subgroup = 0, plane = 0, first = 0, count = 0;
 };
-using SnapshotAsk = std::variant<ChooseStep, ReadBlocks>;
+/// The tables of the step that was chosen.
+struct OpenRows {};
+/// The answer's payload: of each row whether it was written (u8), then the records of those that
+/// were.
+struct ReadRows {
+  uint32_t table = 0;
+  std::vector<uint32_t> rows;  // ascending, kRowsOfAskMax at most
+};
+inline constexpr uint64_t kRowsOfAskMax = 4096;
+using SnapshotAsk = std::variant<ChooseStep, ReadBlocks, OpenRows, ReadRows>;
 struct SnapshotAnswer {
   base::Status outcome;
   std::string client_metadata;  // of ChooseStep
+  std::optional<storage::RowFileLayout> tables;  // of OpenRows; none: the state has none
   uint64_t blocks_without_checksum = 0;
   uint64_t checksum = 0;  // of the payload; seed: 0
 };
@@ -230,9 +240,19 @@ struct CloseState {};
 struct TakePlace {};
 struct GiveBack {};
 struct Finish {};
+struct CreateTables {
+  storage::RowFileLayout layout;
+  bool sparse = false;
+};
+/// The payload is their records.
+struct PutTableRows {
+  uint32_t table = 0;
+  std::vector<uint32_t> rows;  // ascending, kRowsOfAskMax at most
+  uint64_t checksum = 0;       // seed: 0
+};
 /// Answered each, but for SubgroupPiece.
 using StateAsk = std::variant<SubgroupPiece, WaitFor, PrepareState, CommitState, CloseState,
-                              TakePlace, GiveBack, Finish>;
+                              TakePlace, GiveBack, Finish, CreateTables, PutTableRows>;
 struct StateAnswer {
   base::Status outcome;
 };

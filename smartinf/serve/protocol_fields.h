@@ -6,6 +6,21 @@
 #include "smartinf/serve/frame.h"
 #include "smartinf/serve/protocol.h"
 
+namespace smartinf::storage {
+
+template <typename Wire>
+void describe(Wire& wire, RowTableLayout& table) {
+  auto& [name, kind, record_bytes, rows] = table;
+  wire(name, base::choice(kind, RowTableKind::kScratch), record_bytes, rows);
+}
+template <typename Wire>
+void describe(Wire& wire, RowFileLayout& layout) {
+  auto& [run, device_index, device_count, log_bytes, tables, description] = layout;
+  wire(run, device_index, device_count, log_bytes, tables, description);
+}
+
+}  // namespace smartinf::storage
+
 namespace smartinf::serve::wire {
 
 template <typename Wire>
@@ -60,11 +75,14 @@ template <typename Wire> void describe(Wire& wire, OpenSnapshot& m) { auto& [loc
 template <typename Wire> void describe(Wire& wire, SnapshotOpened& m) { auto& [outcome, state, layout, drive] = m; wire(outcome, state, layout, drive); }
 template <typename Wire> void describe(Wire& wire, ChooseStep& m) { auto& [step] = m; wire(step); }
 template <typename Wire> void describe(Wire& wire, ReadBlocks& m) { auto& [subgroup, plane, first, count] = m; wire(subgroup, plane, first, count); }
-template <typename Wire> void describe(Wire& wire, SnapshotAnswer& m) { auto& [outcome, client_metadata, blocks_without_checksum, checksum] = m; wire(outcome, client_metadata, blocks_without_checksum, checksum); }
+template <typename Wire> void describe(Wire& wire, ReadRows& m) { auto& [table, rows] = m; wire(table, rows); }
+template <typename Wire> void describe(Wire& wire, SnapshotAnswer& m) { auto& [outcome, client_metadata, tables, blocks_without_checksum, checksum] = m; wire(outcome, client_metadata, tables, blocks_without_checksum, checksum); }
 template <typename Wire> void describe(Wire& wire, CreateState& m) { auto& [layout, durability, replace] = m; wire(layout, base::choice(durability, storage::Durability::kNone), replace); }
 template <typename Wire> void describe(Wire& wire, SubgroupPiece& m) { auto& [subgroup, offset_bytes, total_bytes, checksum] = m; wire(subgroup, offset_bytes, total_bytes, checksum); }
 template <typename Wire> void describe(Wire& wire, WaitFor& m) { auto& [subgroup] = m; wire(subgroup); }
 template <typename Wire> void describe(Wire& wire, PrepareState& m) { auto& [client_metadata] = m; wire(client_metadata); }
+template <typename Wire> void describe(Wire& wire, CreateTables& m) { auto& [layout, sparse] = m; wire(layout, sparse); }
+template <typename Wire> void describe(Wire& wire, PutTableRows& m) { auto& [table, rows, checksum] = m; wire(table, rows, checksum); }
 template <typename Wire> void describe(Wire& wire, StateAnswer& m) { auto& [outcome] = m; wire(outcome); }
 // clang-format on
 

@@ -8,6 +8,7 @@
 #include "smartinf/base/units.h"
 #include "smartinf/serve/said_state.h"
 #include "smartinf/storage/format.h"
+#include "smartinf/storage/row_file.h"
 
 namespace smartinf::serve::wire {
 namespace {
@@ -15,6 +16,58 @@ namespace {
 using base::ErrorCode;
 using base::Result;
 using base::Status;
+
+/// Rows of so many bytes that go in one frame.
+uint64_t rows_at_once(uint32_t record_bytes) {
+  return std::clamp<uint64_t>(kPieceBytes / (record_bytes + 1), 1, kRowsOfAskMax);
+}
+
+class RemoteRows final : public csd::RowSnapshot {
+ public:
+  RemoteRows(Conversation& talk, storage::RowFileLayout layout)
+      : talk_(talk), layout_(std::move(layout)) {}
+
+  const storage::RowFileLayout& layout() const override { return layout_; }
+  Result<uint64_t> clone_to(const std::string&) override { return uint64_t{0}; }
+
+  Status read(uint32_t table, std::span<const uint32_t> rows, const Visit& visit) override {
+    const uint32_t record = layout_.tables[table].record_bytes;
+    std::vector<std::byte> all;
+    for (size_t first = 0; first < rows.size();) {
+      const size_t some = std::min<size_t>(rows_at_once(record), rows.size() - first);
+      const auto asked = rows.subspan(first, some);
+      InFrame frame;
+      SI_ASSIGN_OR_RETURN(
+          const SnapshotAnswer answer,
+          talk_.ask<SnapshotAnswer>(SnapshotAsk(ReadRows{table, {asked.begin(), asked.end()}}), {},
+                                    &frame));
+      all.resize(frame.payload_bytes());
+      const bool sound = frame.copy_payload(all, 0) == answer.checksum && all.size() >= some;
+      const auto written = static_cast<size_t>(std::count(
+          all.begin(), all.begin() + static_cast<ptrdiff_t>(sound ? some : 0), std::byte{1}));
+      if (!sound || all.size() != some + written * record) {
+        return talk_.named(Status(ErrorCode::kCorrupt,
+                                  "rows of a table are not what the server sent",
+                                  "They were damaged on their way or in a memory: try again."));
+      }
+      std::span<const std::byte> records = std::span(all).subspan(some);
+      for (size_t i = 0; i < some; ++i) {
+        if (all[i] != std::byte{1}) {
+          visit(first + i, {});
+          continue;
+        }
+        visit(first + i, records.first(record));
+        records = records.subspan(record);
+      }
+      first += some;
+    }
+    return Status();
+  }
+
+ private:
+  Conversation& talk_;
+  const storage::RowFileLayout layout_;
+};
 
 class RemoteSnapshot final : public csd::Snapshot {
  public:
@@ -31,6 +84,18 @@ class RemoteSnapshot final : public csd::Snapshot {
     return Status();
   }
   std::string client_metadata() const override { return client_metadata_; }
+  Result<csd::RowSnapshot*> tables() override {
+    if (!rows_opened_) {
+      SI_ASSIGN_OR_RETURN(SnapshotAnswer answer, ask(OpenRows{}, nullptr));
+      if (answer.tables) {
+        const Status sound = storage::RowFile::check(*answer.tables);
+        if (!sound.ok()) return talk_.named(sound);
+        rows_ = std::make_unique<RemoteRows>(talk_, std::move(*answer.tables));
+      }
+      rows_opened_ = true;
+    }
+    return rows_.get();
+  }
   uint64_t blocks_without_checksum() const override { return blocks_without_checksum_; }
 
   Status read_blocks(size_t subgroup, size_t plane, uint64_t first, uint64_t count,
@@ -70,6 +135,8 @@ class RemoteSnapshot final : public csd::Snapshot {
   Conversation talk_;
   const SnapshotOpened opened_;
   std::string client_metadata_;
+  bool rows_opened_ = false;
+  std::unique_ptr<RemoteRows> rows_;  // null: the state has no tables
   uint64_t blocks_without_checksum_ = 0;
 };
 
@@ -104,6 +171,27 @@ class RemoteNewState final : public csd::NewState {
     write.io.status = ask(WaitFor{write.subgroup});
     return write.io.status;
   }
+  Status create_tables(storage::RowFileLayout layout, bool sparse) override {
+    tables_ = layout.tables;
+    return ask(CreateTables{std::move(layout), sparse});
+  }
+  Status put_rows(uint32_t table, std::span<const uint32_t> rows,
+                  std::span<const std::byte> records) override {
+    const uint64_t record = tables_[table].record_bytes;
+    for (size_t first = 0; first < rows.size();) {
+      const size_t some =
+          std::min<size_t>(rows_at_once(tables_[table].record_bytes), rows.size() - first);
+      const auto from = records.subspan(first * record, some * record);
+      auto copy = std::make_shared<std::vector<std::byte>>(from.begin(), from.end());
+      const auto numbers = rows.subspan(first, some);
+      const PutTableRows put{table, {numbers.begin(), numbers.end()}, base::checksum(*copy)};
+      const std::span<const std::byte> view(*copy);
+      SI_RETURN_IF_ERROR(
+          talk_.ask<StateAnswer>(StateAsk(put), Payload{std::move(copy), view}).status());
+      first += some;
+    }
+    return Status();
+  }
   Status prepare(const std::string& client_metadata) override {
     return ask(PrepareState{client_metadata});
   }
@@ -125,6 +213,7 @@ class RemoteNewState final : public csd::NewState {
   Conversation talk_;
   const storage::StoreLayout layout_;
   const storage::Geometry geometry_;
+  std::vector<storage::RowTableLayout> tables_;
   std::optional<Status> closed_;
 };
 

@@ -16,6 +16,7 @@
 #include "smartinf/serve/hosted_session.h"
 #include "smartinf/serve/protocol_fields.h"
 #include "smartinf/storage/format.h"
+#include "smartinf/storage/row_file.h"
 
 namespace smartinf::serve::wire {
 namespace {
@@ -147,6 +148,46 @@ void serve_ask(ServedStream& served) {
   (void)say(served, answer);
 }
 
+namespace {
+
+/// Whether a client's rows are a table's. payload_bytes: of their records.
+Status check_rows(const storage::RowFileLayout& layout, uint32_t table,
+                  std::span<const uint32_t> rows) {
+  const bool there = table < layout.tables.size() && !rows.empty() &&
+                     rows.size() <= kRowsOfAskMax && rows.back() < layout.tables[table].rows &&
+                     std::ranges::adjacent_find(rows, std::greater_equal()) == rows.end();
+  return there
+             ? Status()
+             : Status(ErrorCode::kInvalidArgument, "rows of a table that the state does not have");
+}
+
+/// The payload of an answer to ReadRows.
+Status read_table(csd::RowSnapshot* rows, const ReadRows& asked, std::vector<std::byte>& out) {
+  if (rows == nullptr) return Status(ErrorCode::kFailedPrecondition, "no tables are open");
+  SI_RETURN_IF_ERROR(check_rows(rows->layout(), asked.table, asked.rows));
+  const size_t count = asked.rows.size();
+  const uint64_t record = rows->layout().tables[asked.table].record_bytes;
+  if (count > 1 && count * (record + 1) > kPieceBytes) {
+    return Status(ErrorCode::kInvalidArgument, "more rows than go in a frame");
+  }
+  std::vector<std::byte> records(count * record);
+  out.assign(count, std::byte{0});
+  SI_RETURN_IF_ERROR(
+      rows->read(asked.table, asked.rows, [&](size_t i, std::span<const std::byte> stored) {
+        if (stored.empty()) return;
+        out[i] = std::byte{1};
+        std::ranges::copy(stored, records.begin() + static_cast<ptrdiff_t>(i * record));
+      }));
+  for (size_t i = 0; i < count; ++i) {
+    if (out[i] != std::byte{1}) continue;
+    const auto at = records.begin() + static_cast<ptrdiff_t>(i * record);
+    out.insert(out.end(), at, at + static_cast<ptrdiff_t>(record));
+  }
+  return Status();
+}
+
+}  // namespace
+
 void serve_snapshot(ServedStream& served) {
   InFrame frame;
   auto wanted = hear<OpenSnapshot>(served, frame, kAskSeconds);
@@ -186,6 +227,7 @@ void serve_snapshot(ServedStream& served) {
   if (!say(served, opened) || !status.ok()) return;
 
   bool chosen = false;
+  csd::RowSnapshot* rows = nullptr;  // after OpenRows, of a state that has tables
   const storage::StoreLayout& layout = snapshot->layout();
   for (;;) {
     auto asked = hear<SnapshotAsk>(served, frame);
@@ -197,6 +239,22 @@ void serve_snapshot(ServedStream& served) {
                       : snapshot->choose_step(choose->step);
       chosen = chosen || status.ok();
       if (status.ok()) answer.client_metadata = snapshot->client_metadata();
+    } else if (std::holds_alternative<OpenRows>(*asked)) {
+      status = chosen ? Status() : Status(ErrorCode::kFailedPrecondition, "no step is chosen");
+      if (status.ok()) {
+        auto tables = snapshot->tables();
+        status = tables.status();
+        if (status.ok() && *tables != nullptr) answer.tables = (*tables)->layout();
+        rows = status.ok() ? *tables : nullptr;
+      }
+    } else if (const auto* read_rows = std::get_if<ReadRows>(&*asked)) {
+      auto memory = std::make_shared<std::vector<std::byte>>();
+      status = read_table(rows, *read_rows, *memory);
+      if (status.ok()) {
+        answer.checksum = base::checksum(*memory);
+        const std::span<const std::byte> view(*memory);
+        payload = {std::move(memory), view};
+      }
     } else {
       const auto& read = std::get<ReadBlocks>(*asked);
       status = Status(ErrorCode::kInvalidArgument, "blocks that the state does not have");
@@ -258,6 +316,8 @@ class ServedNewState {
     if (assembling_ != nullptr || !writes_.empty()) {
       return Status(ErrorCode::kFailedPrecondition, "writes that were not waited for");
     }
+    if (const auto* create = std::get_if<CreateTables>(&asked)) return create_tables(*create);
+    if (const auto* put = std::get_if<PutTableRows>(&asked)) return put_rows(*put, frame);
     const auto after = [&](Phase phase, Phase next, auto act) {
       if (phase_ != phase) {
         return Status(ErrorCode::kFailedPrecondition, "a new state's steps in another order");
@@ -352,6 +412,49 @@ class ServedNewState {
     return Status();
   }
 
+  /// Within the client's quota, with the state itself.
+  Status create_tables(const CreateTables& create) {
+    if (phase_ != Phase::kWriting || tables_) {
+      return Status(ErrorCode::kFailedPrecondition, "a new state's steps in another order");
+    }
+    const storage::RowFileLayout& layout = create.layout;
+    SI_RETURN_IF_ERROR(storage::RowFile::check(layout));
+    if (!(layout.run == layout_.run) || layout.device_index != layout_.device_index ||
+        layout.device_count != layout_.device_count) {
+      return Status(ErrorCode::kInvalidArgument, "tables of another state");
+    }
+    const uint64_t quota = served_.device.served().quota_bytes;
+    const uint64_t bytes = storage::RowFile::file_bytes(layout);
+    const uint64_t others = geometry_.container_bytes();
+    if (quota > 0 && (others > quota || bytes > quota - others)) {
+      return Status(
+          ErrorCode::kNoSpace,
+          fmt::format("the tables need {} beside the state, and a client may have {} there",
+                      base::format_bytes(bytes), base::format_bytes(quota)),
+          "Give the model more devices, or the device a larger quota (quota in the "
+          "server's file).");
+    }
+    SI_RETURN_IF_ERROR(state_->create_tables(layout, create.sparse));
+    tables_ = layout;
+    return Status();
+  }
+
+  Status put_rows(const PutTableRows& put, const InFrame& frame) {
+    if (phase_ != Phase::kWriting || !tables_) {
+      return Status(ErrorCode::kFailedPrecondition, "rows of tables that were not made");
+    }
+    SI_RETURN_IF_ERROR(check_rows(*tables_, put.table, put.rows));
+    const uint64_t bytes = put.rows.size() * tables_->tables[put.table].record_bytes;
+    if (frame.payload_bytes() != bytes) {
+      return Status(ErrorCode::kInvalidArgument, "records of another size than the table's");
+    }
+    std::vector<std::byte> records(bytes);
+    if (frame.copy_payload(records, 0) != put.checksum) {
+      return Status(ErrorCode::kCorrupt, "rows of a table came damaged", "Try again.");
+    }
+    return state_->put_rows(put.table, put.rows, records);
+  }
+
   Status wait_for(uint64_t subgroup) {
     const auto found = writes_.find(subgroup);
     if (found == writes_.end()) {
@@ -370,6 +473,7 @@ class ServedNewState {
   std::map<uint64_t, std::unique_ptr<Write>> writes_;
   std::set<uint64_t> written_;
   Phase phase_ = Phase::kWriting;
+  std::optional<storage::RowFileLayout> tables_;
   Status failed_;
   std::unique_ptr<csd::NewState> state_;
 };

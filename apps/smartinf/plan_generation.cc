@@ -9,6 +9,7 @@
 #include <nlohmann/json.hpp>
 
 #include "smartinf/base/units.h"
+#include "smartinf/kernels/attention.h"
 #include "smartinf/sim/planner.h"
 
 #include "apps/smartinf/commands.h"

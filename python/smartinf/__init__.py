@@ -18,6 +18,7 @@ The modules, in the order in which a step meets them; each says in its first lin
 - streaming, units, layer_stream, layer_window, device_slots, layer_major: models larger than memory
 - distillation: a smaller model learns from a larger one, block by block
 - tables, table_files, nn: embeddings of which a step touches few rows
+- graph: features of vertices on devices, for torch_geometric's loaders
 - activations, spooled_tensors: what autograd saves, on devices
 - device_cache: keys and values of generate, on devices
 - device_copies: what goes between the host and a GPU beside what computes there

@@ -103,20 +103,22 @@ class Gnn(unittest.TestCase):
                 self.assertGreater(rows[0]["up_bytes"], 0)
 
     def test_kills_lose_nothing(self):
-        epochs, flags = 15, ("--parts", 3, "--keep", 0)
+        epochs, flags = 40, ("--parts", 3, "--keep", 0)
         whole = {row["epoch"]: row["loss"] for row in self.train(self.devices(), epochs, *flags)}
         draw, devices, seen = random.Random(3), self.devices(2), {}
         for _ in range(int(os.environ.get("SMARTINF_TEST_KILLS", 3))):
             words = list(map(str, [COMMAND, *self.words("train", devices, "--epochs", epochs, *flags)]))
             with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
-                time.sleep(draw.uniform(0.02, 0.6))
+                printed = [process.stdout.readline() for _ in range(draw.randint(1, 3))]
+                time.sleep(draw.uniform(0, 0.05))
                 process.kill()
-                printed = process.stdout.read().splitlines(keepends=True)
+                printed += process.stdout.read().splitlines(keepends=True)
             for line in printed:
                 if not line.endswith("\n"):
                     continue
                 row = json.loads(line)
                 self.assertEqual(seen.setdefault(row["epoch"], row["loss"]), row["loss"])
+        self.assertGreater(len(seen), 2)
         for row in self.train(devices, epochs, *flags):
             self.assertEqual(seen.setdefault(row["epoch"], row["loss"]), row["loss"])
         self.assertEqual({epoch: whole[epoch] for epoch in seen}, seen)

@@ -432,5 +432,22 @@ TEST_F(RowTablesTest, ScratchIsWrittenAndAddedTo) {
   }
 }
 
+TEST_F(RowTablesTest, MemoryIsThatOfTheLogWhichTheFileHas) {
+  options_.tables.resize(1);
+  options_.tables[0].rows = 1'000'000;
+  options_.tables[0].dim = 1;
+  options_.tables[0].rule.rule = RowRule::kRowAdagrad;
+  options_.table_log_bytes = 64 * base::kMiB;
+  options_.table_memory_bytes = 256 * base::kMiB;
+  open_fresh();
+  updater_.reset();
+  options_.table_log_bytes = 2 * base::kMiB;  // the file keeps its own
+  options_.table_memory_bytes = 30 * base::kMiB;
+  const Status refused = Updater::open(options_, dense_space()).status();
+  EXPECT_EQ(refused.code(), ErrorCode::kOutOfMemory) << refused.to_string();
+  options_.table_memory_bytes = 256 * base::kMiB;
+  open();
+}
+
 }  // namespace
 }  // namespace smartinf::engine

@@ -190,7 +190,31 @@ Status RowsAccess::open(const OpenTables& message) {
     tables[i].steps_table = here.steps_tables[i];
   }
   SI_RETURN_IF_ERROR(storage::RowFile::check(layout));
-  const uint64_t fixed = storage::RowFile::memory_bytes_max(layout);
+  const storage::StoreOptions store = linked_store_options(options);
+  std::unique_ptr<storage::RowFile> file;
+  if (!message.create) {
+    SI_ASSIGN_OR_RETURN(
+        file, storage::open_row_file([&](std::string_view name) { return open_place(name, 0); },
+                                     layout.run, committed_record_, store.watchdog, traffic_));
+    const storage::RowFileLayout& there = file->layout();
+    if (there.description != layout.description) {
+      SI_ASSIGN_OR_RETURN(const RunTables held, run_tables_from_json(there.description));
+      return Status(ErrorCode::kMismatch,
+                    fmt::format("the device holds other tables ({}) than those that are asked for "
+                                "({})",
+                                text_of(held), text_of(asked)),
+                    "Name the tables as the run was begun with, or start a new run in other "
+                    "directories.");
+    }
+    if (there.device_index != layout.device_index || there.device_count != layout.device_count) {
+      return Status(ErrorCode::kMismatch, "the device's tables are those of device " +
+                                              std::to_string(there.device_index) + " of " +
+                                              std::to_string(there.device_count));
+    }
+  }
+  // A file keeps the log that it was made with.
+  const uint64_t fixed =
+      storage::RowFile::memory_bytes_max(file != nullptr ? file->layout() : layout);
   if (fixed > options.row_memory_bytes) {
     return Status(ErrorCode::kOutOfMemory,
                   "the tables need " + base::format_bytes(fixed) +
@@ -216,33 +240,13 @@ Status RowsAccess::open(const OpenTables& message) {
         std::min(bytes, table.rows * RowCache::bytes_of_row(table.record_bytes)));
   }
 
-  const storage::StoreOptions store = linked_store_options(options);
   if (message.create) {
     SI_ASSIGN_OR_RETURN(auto made,
                         open_place(storage::kRowFileName, storage::RowFile::file_bytes(layout)));
     SI_ASSIGN_OR_RETURN(
-        file_, storage::RowFile::create(std::move(made), layout, store.watchdog, traffic_));
-  } else {
-    SI_ASSIGN_OR_RETURN(auto opened, storage::open_row_file(
-                                         [&](std::string_view name) { return open_place(name, 0); },
-                                         layout.run, committed_record_, store.watchdog, traffic_));
-    const storage::RowFileLayout& there = opened->layout();
-    if (there.description != layout.description) {
-      SI_ASSIGN_OR_RETURN(const RunTables held, run_tables_from_json(there.description));
-      return Status(ErrorCode::kMismatch,
-                    fmt::format("the device holds other tables ({}) than those that are asked for "
-                                "({})",
-                                text_of(held), text_of(asked)),
-                    "Name the tables as the run was begun with, or start a new run in other "
-                    "directories.");
-    }
-    if (there.device_index != layout.device_index || there.device_count != layout.device_count) {
-      return Status(ErrorCode::kMismatch, "the device's tables are those of device " +
-                                              std::to_string(there.device_index) + " of " +
-                                              std::to_string(there.device_count));
-    }
-    file_ = std::move(opened);
+        file, storage::RowFile::create(std::move(made), layout, store.watchdog, traffic_));
   }
+  file_ = std::move(file);
   tables_ = std::move(tables);
   const Status read = read_steps();
   if (!read.ok()) file_.reset();

@@ -81,15 +81,14 @@ std::vector<Part> make_parts(const Graph& graph, uint32_t count) {
 uint64_t bytes_of(std::span<const Part> parts, std::span<const Layer> layers) {
   uint64_t most = 0;
   for (const Part& part : parts) {
-    uint64_t rows = 0;
+    uint64_t gathered = 0;  // of a pass backward: what the layer begins with, and two gradients
     for (size_t l = 0; l < layers.size(); ++l) {
-      const uint64_t gradients = l + 1 < layers.size() ? 2 * layers[l].out : 0;
-      rows = std::max<uint64_t>(rows, layers[l].in + gradients);
+      const uint64_t out = l + 1 < layers.size() ? layers[l].out : 0;
+      gathered = std::max(gathered, part.rows() * (layers[l].in + out) + part.count * out);
     }
-    // Rows twice: those of the next part come meanwhile; and once on their way from a device.
-    most =
-        std::max(most, (3 * part.rows() * rows + part.count * LayerPass::floats_of_vertex(layers)) *
-                           sizeof(float));
+    // Once in use, once for the next part, and once on the way from a device.
+    const uint64_t floats = 3 * gathered + part.count * LayerPass::floats_of_vertex(layers);
+    most = std::max(most, floats * sizeof(float));
   }
   return most;
 }

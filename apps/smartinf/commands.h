@@ -30,6 +30,7 @@ using Overrides = std::vector<config::Override>;
 void add_bench(CLI::App& app, Run& run);
 void add_calibrate(CLI::App& app, Run& run);
 void add_certificates(CLI::App& app, Run& run);
+void add_distill(CLI::App& app, const Overrides& overrides, Run& run);
 void add_doctor(CLI::App& app, Run& run);
 void add_generate(CLI::App& app, Run& run);
 void add_inspect(CLI::App& app, Run& run);
@@ -47,6 +48,8 @@ void add_reshard(CLI::App& app, Run& run);
 void add_gc(CLI::App& app, Run& run);
 
 inline constexpr char kTrainSummary[] = "Train a model; resume the run when it is run again";
+inline constexpr char kDistillSummary[] =
+    "Train a smaller model, layer by layer, to do what a model does; resume when it is run again";
 inline constexpr char kGenerateSummary[] = "Continue texts with the model of a run or a folder";
 
 /// Goes on as the process that is linked with torch where `command` needs it; `arguments` are

@@ -211,6 +211,7 @@ int run_command_line(int argc, char** argv) {
 
   Run run;
   add_train(app, *overrides, run);
+  add_distill(app, *overrides, run);
   add_export(app, run);
   add_generate(app, run);
   add_bench(app, run);

@@ -15,6 +15,7 @@
 #include "smartinf/train/options.h"
 
 #include "apps/smartinf/commands.h"
+#include "apps/smartinf/plan_distill.h"
 #include "apps/smartinf/plan_generation.h"
 #include "apps/smartinf/plan_table.h"
 #include "apps/smartinf/python_script.h"
@@ -388,7 +389,11 @@ void add_plan(CLI::App& app, Run& run) {
       "  smartinf plan gpt2-33.0B --machine smartssd-a5000 --json\n"
       "  smartinf plan llama3-8B --accumulation 64 --table 3.2e8x160 --table-ids 8 --table-zipf 1\n"
       "  smartinf plan --generate ./Qwen3-0.6B --context 32768 --sequences 64 --machine my.toml");
-  command->callback([flags, &run] { run = [flags] { return run_plan(*flags); }; });
+  add_plan_distill(*command, run);
+  command->callback([flags, command, &run] {
+    if (!command->get_subcommands().empty()) return;  // which has set `run`
+    run = [flags] { return run_plan(*flags); };
+  });
 }
 
 }  // namespace smartinf::apps

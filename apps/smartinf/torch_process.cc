@@ -1,6 +1,7 @@
 // In a build with torch, what computes with it goes on as smartinf-torch: the same command line,
 // linked with torch, whose initialisers take a third of a second that no other command waits for.
 #include <algorithm>
+#include <array>
 #include <cerrno>
 #include <chrono>
 #include <cstring>
@@ -59,10 +60,15 @@ void add_train(CLI::App& app, const Overrides& /*overrides*/, Run& /*run*/) {
   app.add_subcommand("train", kTrainSummary);  // for the list of commands
 }
 
+void add_distill(CLI::App& app, const Overrides& /*overrides*/, Run& /*run*/) {
+  app.add_subcommand("distill", kDistillSummary);
+}
+
 void add_generate(CLI::App& app, Run& /*run*/) { app.add_subcommand("generate", kGenerateSummary); }
 
 std::optional<int> run_with_torch(std::string_view command, char** arguments) {
-  if (command != "train" && command != "generate" && command != "calibrate") return std::nullopt;
+  constexpr std::array<std::string_view, 4> kWithTorch{"train", "distill", "generate", "calibrate"};
+  if (std::ranges::find(kWithTorch, command) == kWithTorch.end()) return std::nullopt;
   std::error_code failed;
   const std::filesystem::path self = std::filesystem::read_symlink("/proc/self/exe", failed);
   const std::filesystem::path with_torch = self.parent_path() / "smartinf-torch";

@@ -376,38 +376,6 @@ std::vector<config::KeyChange> changes_of(const config::LoadedRecipe& loaded) {
   return {};
 }
 
-/// train.precision = "auto" becomes what the run began with; of one that begins, what is faster on
-/// the first rank's machine. note: what to say of it.
-Status settle_precision(config::LoadedRecipe& loaded, const train::Ranks& ranks, bool start_over,
-                        std::string& note) {
-  train::TrainOptions& train = loaded.recipe.options.train;
-  if (train.precision != train::Precision::kAuto) return Status();
-  const auto choose = [&]() -> Status {
-    if (!start_over && has_begun(train.run)) {
-      const Result<config::LoadedRecipe> before = load_run(train.run);
-      if (before.ok()) train.precision = before->recipe.options.train.precision;
-    }
-    if (train.precision != train::Precision::kAuto) return Status();
-    SI_ASSIGN_OR_RETURN(const train::ChosenPrecision chosen,
-                        train::choose_precision(train, ranks.local_rank(), ranks.local_world()));
-    train.precision = chosen.precision;
-    if (!chosen.why.empty()) {
-      note = fmt::format("precision: {}, because products make {} (train.precision)",
-                         base::enum_name(chosen.precision), chosen.why);
-    }
-    return Status();
-  };
-  SI_RETURN_IF_ERROR(ranks.all_ok("train.precision", ranks.first() ? choose() : Status()));
-  SI_ASSIGN_OR_RETURN(const std::string name,
-                      ranks.from_first(std::string(base::enum_name(train.precision))));
-  train.precision = *base::enum_from_name<train::Precision>(name);
-  loaded.origins["train.precision"] = {config::Origin::Kind::kMachine, 0};
-  if (!loaded.origins.contains("optimizer.gradient_type")) {
-    loaded.recipe.updater.gradient_type = train::precision_data_type(train.precision);
-  }
-  return Status();
-}
-
 int print_plan(config::LoadedRecipe& loaded, bool start_over) {
   Interrupt interrupt;
   const Result<train::Ranks> met = meet_ranks(loaded, interrupt);
@@ -632,6 +600,14 @@ void add_train(CLI::App& app, const Overrides& overrides, Run& run) {
       Overrides values = overrides;
       if (!flags->trace.empty()) values.push_back({"train.trace", flags->trace});
       if (const auto code = read_recipe(flags->recipe, values, loaded)) return *code;
+      if (const std::string& teacher = loaded.recipe.distill.teacher; !teacher.empty()) {
+        return report(
+            Status(
+                base::ErrorCode::kInvalidArgument,
+                fmt::format("teacher.from is \"{}\", but this trains without a teacher", teacher),
+                "Run smartinf distill, or leave it out"),
+            kExitUsage);
+      }
       if (flags->print_plan) return print_plan(loaded, !flags->choice.start_over.empty());
       return run_train(loaded, *flags);
     };

@@ -1,6 +1,8 @@
-// `smartinf train` and `generate` of a build without torch: recipes can be read and explained, not
-// run.
+// `smartinf train`, `distill` and `generate` of a build without torch: recipes can be read and
+// explained, not run.
 #include <memory>
+
+#include <fmt/format.h>
 
 #include "apps/smartinf/recipe_flags.h"
 
@@ -23,17 +25,28 @@ void add_train(CLI::App& app, const Overrides& overrides, Run& run) {
   });
 }
 
-void add_generate(CLI::App& app, Run& run) {
-  CLI::App* command = app.add_subcommand("generate", "Not in this build, which has no torch");
+namespace {
+
+void add_missing(CLI::App& app, const char* name, Run& run) {
+  CLI::App* command = app.add_subcommand(name, "Not in this build, which has no torch");
   command->allow_extras();
-  command->callback([&run] {
-    run = [] {
-      return report(base::Status(base::ErrorCode::kUnsupported,
-                                 "this smartinf was built without torch and cannot generate",
-                                 "Run scripts/setup.sh, which installs torch and builds again."));
+  command->callback([name, &run] {
+    run = [name] {
+      return report(
+          base::Status(base::ErrorCode::kUnsupported,
+                       fmt::format("this smartinf was built without torch and cannot {}", name),
+                       "Run scripts/setup.sh, which installs torch and builds again."));
     };
   });
 }
+
+}  // namespace
+
+void add_distill(CLI::App& app, const Overrides& /*overrides*/, Run& run) {
+  add_missing(app, "distill", run);
+}
+
+void add_generate(CLI::App& app, Run& run) { add_missing(app, "generate", run); }
 
 std::optional<int> run_with_torch(std::string_view /*command*/, char** /*arguments*/) {
   return std::nullopt;

@@ -10,11 +10,13 @@
 #include <fmt/format.h>
 
 #include "smartinf/base/log.h"
+#include "smartinf/train/product_rate.h"
 #include "smartinf/train/ranks/device_ranks.h"
 #include "smartinf/train/ranks/environment.h"
 #include "smartinf/train/ranks/join_ranks.h"
 
 #include "apps/smartinf/commands.h"
+#include "apps/smartinf/state_places.h"
 #include "apps/smartinf/token_data.h"
 
 namespace smartinf::apps {
@@ -84,6 +86,36 @@ Status make_data(config::LoadedRecipe& loaded, const train::Ranks& ranks, bool s
       made = make_token_data(loaded.recipe, start_over, quiet || !ranks.first(), interrupt.token());
     }
     SI_RETURN_IF_ERROR(ranks.all_ok_without_timeout("token files", made));
+  }
+  return Status();
+}
+
+Status settle_precision(config::LoadedRecipe& loaded, const train::Ranks& ranks, bool start_over,
+                        std::string& note) {
+  train::TrainOptions& train = loaded.recipe.options.train;
+  if (train.precision != train::Precision::kAuto) return Status();
+  const auto choose = [&]() -> Status {
+    if (!start_over && has_begun(train.run)) {
+      const Result<config::LoadedRecipe> before = load_run(train.run);
+      if (before.ok()) train.precision = before->recipe.options.train.precision;
+    }
+    if (train.precision != train::Precision::kAuto) return Status();
+    SI_ASSIGN_OR_RETURN(const train::ChosenPrecision chosen,
+                        train::choose_precision(train, ranks.local_rank(), ranks.local_world()));
+    train.precision = chosen.precision;
+    if (!chosen.why.empty()) {
+      note = fmt::format("precision: {}, because products make {} (train.precision)",
+                         base::enum_name(chosen.precision), chosen.why);
+    }
+    return Status();
+  };
+  SI_RETURN_IF_ERROR(ranks.all_ok("train.precision", ranks.first() ? choose() : Status()));
+  SI_ASSIGN_OR_RETURN(const std::string name,
+                      ranks.from_first(std::string(base::enum_name(train.precision))));
+  train.precision = *base::enum_from_name<train::Precision>(name);
+  loaded.origins["train.precision"] = {config::Origin::Kind::kMachine, 0};
+  if (!loaded.origins.contains("optimizer.gradient_type")) {
+    loaded.recipe.updater.gradient_type = train::precision_data_type(train.precision);
   }
   return Status();
 }

@@ -1,6 +1,8 @@
 // The start of `smartinf train` in several processes, and its end where one of them fails.
 #pragma once
 
+#include <string>
+
 #include "smartinf/base/status.h"
 #include "smartinf/config/recipe.h"
 #include "smartinf/train/ranks/ranks.h"
@@ -18,6 +20,11 @@ base::Result<train::Ranks> meet_ranks(config::LoadedRecipe& loaded, Interrupt& i
 /// them, and the others find them. Called by all ranks.
 base::Status make_data(config::LoadedRecipe& loaded, const train::Ranks& ranks, bool start_over,
                        bool quiet, const Interrupt& interrupt);
+
+/// train.precision = "auto" becomes what the run began with; of one that begins, what is faster on
+/// the first rank's machine. note: what to say of it.
+base::Status settle_precision(config::LoadedRecipe& loaded, const train::Ranks& ranks,
+                              bool start_over, std::string& note);
 
 /// Says what failed and on which rank, lets the others know, and returns the exit code. started:
 /// what the user gave was right.

@@ -35,6 +35,9 @@ constexpr std::array kSections{
     Section{"memory", "What stays in memory, and how much of it may be used (docs/memory.md)."},
     Section{"table", "The embedding as a table whose rows are on the devices (docs/rows.md)."},
     Section{"ranks", "Several processes that train one model together (docs/ranks.md)."},
+    Section{"teacher", "The model that `smartinf distill` learns from (docs/distill.md)."},
+    Section{"student", "The model that it makes."},
+    Section{"distill", "How the student's layers learn."},
     Section{"remote",
             "Devices of other machines: how this one shows who it is, and how long it waits "
             "(docs/remote.md)."},
@@ -293,6 +296,25 @@ constexpr auto kKeys = std::to_array<Key>({
     SI_KEY("ranks.timeout", &r.options.ranks.timeout_s,
            "seconds that the ranks wait for a rank that ended, stands still or does not come; then "
            "all others end and name it"),
+
+    SI_KEY("teacher.from", &r.distill.teacher,
+           "folder of the teacher, as Hugging Face's save_pretrained() writes it"),
+    SI_KEY("student.from", &r.distill.student,
+           "folder of the student: as many layers of the same width, which may differ inside; "
+           "empty: what student.prune leaves of the teacher"),
+    SI_KEY("student.prune", &r.distill.prune,
+           "shares of each layer of the teacher that stay, \"ffn=0.5,heads=0.75\": channels of the "
+           "feed-forward part, and groups of heads"),
+    SI_KEY("distill.loss", base::by_name(r.distill.loss),
+           "loss of a layer's output, a mean over tokens: \"mse\": squared distance from the "
+           "teacher's over the teacher's square; \"cosine\": 1 less the cosine"),
+    SI_KEY("distill.inputs", base::by_name(r.distill.inputs),
+           "inputs of a layer in training: \"teacher\": the teacher's, so layers are independent; "
+           "\"student\": what the student's trained layers before it make, which needs memory for "
+           "the activations of all steps"),
+    SI_KEY("distill.top_k", &r.distill.top_k,
+           "most likely tokens of the teacher whose chances the last layer learns, with all others "
+           "as one; 0: it learns the teacher's output as the other layers do"),
 
     SI_KEY("remote.certificate", &r.updater.remote.certificate,
            "file of this client's certificate (PEM)"),

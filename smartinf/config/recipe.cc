@@ -60,6 +60,8 @@ void for_each_path(Recipe& recipe,
                    const std::function<void(const std::string& key, std::string& path)>& visit) {
   train::Options& options = recipe.options;
   visit("model.from", options.model.from);
+  visit("teacher.from", recipe.distill.teacher);
+  visit("student.from", recipe.distill.student);
   visit("train.run", options.train.run);
   visit("checkpoint.folder", options.checkpoint.folder);
   visit("data.tokenizer", options.data.tokenizer);

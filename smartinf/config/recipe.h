@@ -17,12 +17,14 @@
 
 #include "smartinf/base/status.h"
 #include "smartinf/engine/options.h"
+#include "smartinf/train/distill/options.h"
 #include "smartinf/train/options.h"
 
 namespace smartinf::config {
 
 struct Recipe {
   train::Options options;          // [model], [data], [train], optimizer.where
+  train::DistillOptions distill;   // [teacher], [student], [distill]
   engine::UpdaterOptions updater;  // [optimizer], [engine], [remote], [[device]]
   double restart_seconds = 600;    // [remote], of a training that has lost a device; 0: it ends
 };

@@ -501,6 +501,31 @@ Result<DataType> type_of_model(const Job& job, const ModelSource& source) {
 
 }  // namespace
 
+Result<std::vector<std::string>> write_model_folder(const std::string& out, ModelContents contents,
+                                                    uint64_t shard_bytes_max) {
+  SI_ASSIGN_OR_RETURN(StagedFolder folder, StagedFolder::make(out));
+  const bool single = !contents.single_file.empty();
+  std::vector<Shard> shards =
+      cut_into_shards(contents.space, contents.type, single ? ~uint64_t{0} : shard_bytes_max);
+  if (single) shards.front().name = contents.single_file;
+  ShardStream stream(folder.path(), shards);
+  SI_RETURN_IF_ERROR(
+      contents.read([&](std::span<const float> elements) { return stream.append(elements); }));
+  SI_CHECK(stream.complete(), "less than the whole space was written");
+
+  TextFiles& texts = contents.texts;
+  if (shards.size() > 1) texts.emplace_back("model.safetensors.index.json", index_json(shards));
+  std::vector<std::string> files;
+  for (const auto& [name, text] : texts) {
+    SI_RETURN_IF_ERROR(
+        base::write_text_file(folder.path() + "/" + name, text, "cannot write the export"));
+    files.push_back(name);
+  }
+  for (const Shard& shard : shards) files.push_back(shard.name);
+  SI_RETURN_IF_ERROR(folder.finish());
+  return files;
+}
+
 Result<ExportSummary> export_run(const Job& job, const ExportOptions& options) {
   SI_ASSIGN_OR_RETURN(ModelSource source, find_model(job.options));
   if (source.architecture.vocabulary == 0) source.architecture.vocabulary = kByteVocabulary;
@@ -541,32 +566,24 @@ Result<ExportSummary> export_run(const Job& job, const ExportOptions& options) {
         "adapter_config.json",
         model::lora_config(source.architecture, job.options.lora, targets, job.options.model.from));
   }
-  SI_ASSIGN_OR_RETURN(StagedFolder folder, StagedFolder::make(options.out));
-
-  std::vector<Shard> shards = cut_into_shards(
-      contents.space, type, summary.adapters ? ~uint64_t{0} : options.shard_bytes_max);
-  if (summary.adapters) shards.front().name = "adapter_model.safetensors";
-  ShardStream stream(folder.path(), shards);
   uint64_t done = 0;
+  const auto read = [&](const std::function<Status(std::span<const float>)>& take) -> Status {
+    SI_ASSIGN_OR_RETURN(
+        const Committed committed, contents.read([&](std::span<const float> elements) -> Status {
+          SI_RETURN_IF_ERROR(take(elements));
+          done += elements.size();
+          return options.progress ? options.progress(done, contents.space.count()) : Status();
+        }));
+    summary.step = committed.step;
+    if (summary.adapters) check_named_base(job, source, committed);
+    return Status();
+  };
+  const std::string name = summary.adapters ? "adapter_model.safetensors" : "";
   SI_ASSIGN_OR_RETURN(
-      const Committed committed, contents.read([&](std::span<const float> elements) -> Status {
-        SI_RETURN_IF_ERROR(stream.append(elements));
-        done += elements.size();
-        return options.progress ? options.progress(done, contents.space.count()) : Status();
-      }));
-  summary.step = committed.step;
-  if (summary.adapters) check_named_base(job, source, committed);
-  SI_CHECK(stream.complete(), "the updater visited less than the whole space");
+      summary.files,
+      write_model_folder(options.out, {contents.space, type, std::move(texts), name, read},
+                         options.shard_bytes_max));
   summary.parameters = contents.space.count();
-
-  if (shards.size() > 1) texts.emplace_back("model.safetensors.index.json", index_json(shards));
-  for (const auto& [name, text] : texts) {
-    SI_RETURN_IF_ERROR(
-        base::write_text_file(folder.path() + "/" + name, text, "cannot write the export"));
-    summary.files.push_back(name);
-  }
-  for (const Shard& shard : shards) summary.files.push_back(shard.name);
-  SI_RETURN_IF_ERROR(folder.finish());
   return summary;
 }
 

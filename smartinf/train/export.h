@@ -3,13 +3,17 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
 #include "smartinf/base/float_formats.h"
 #include "smartinf/base/status.h"
 #include "smartinf/engine/reshard.h"
+#include "smartinf/plan/parameter_space.h"
+#include "smartinf/train/model_source.h"
 #include "smartinf/train/trainer.h"
 
 namespace smartinf::train {
@@ -36,6 +40,21 @@ struct ExportSummary {
 /// Errors: kNotFound (no state there), kAlreadyExists (something is in the way), kBusy (the run is
 /// going on), kInvalidArgument (data.tokenizer is none), kCancelled by `progress`, the devices'.
 base::Result<ExportSummary> export_run(const Job& job, const ExportOptions& options);
+
+/// A model on its way into a folder.
+struct ModelContents {
+  const plan::ParameterSpace& space;
+  base::DataType type = base::DataType::kF32;  // of the files
+  TextFiles texts;                             // config.json and the tokenizer's files
+  std::string single_file;                     // the name of the one file; empty: as transformers'
+  /// Hands over all elements of the space in order, in pieces of any size.
+  std::function<base::Status(const std::function<base::Status(std::span<const float>)>& take)> read;
+};
+/// Writes them as export_run() does and returns the files' names. Errors: kAlreadyExists, kIo,
+/// those of contents.read.
+base::Result<std::vector<std::string>> write_model_folder(const std::string& out,
+                                                          ModelContents contents,
+                                                          uint64_t shard_bytes_max);
 
 enum class PartialExport : uint8_t {
   kForeign,   // not an export that was not completed, or something else is in it

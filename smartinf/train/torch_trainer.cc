@@ -11,6 +11,7 @@
 #include "smartinf/base/units.h"
 #include "smartinf/train/lr_schedule.h"
 #include "smartinf/train/product_rate.h"
+#include "smartinf/train/read_batch.h"
 #include "smartinf/train/window_order.h"
 
 namespace smartinf::train {
@@ -226,20 +227,8 @@ Result<StepReport> TorchTrainer::skip(StepReport report, const std::string& para
 
 Result<Batch> TorchTrainer::read_batch(const Windows& from,
                                        std::span<const uint64_t> windows) const {
-  const size_t rows = windows.size();
-  const size_t length = options_.data.sequence;
-  const auto shape = {static_cast<int64_t>(rows), static_cast<int64_t>(length)};
-  const Tensor tokens_BT = torch::empty(shape, torch::kInt64);
-  const Tensor targets_BT = torch::empty(shape, torch::kInt64);
-  const std::span<int64_t> targets(targets_BT.data_ptr<int64_t>(), rows * length);
-  Batch batch;
-  SI_RETURN_IF_ERROR(from.read(windows, source_.architecture.vocabulary,
-                               {tokens_BT.data_ptr<int64_t>(), rows * length}, targets,
-                               batch.document_ends));
-  batch.targets = targets.size() - static_cast<uint64_t>(std::ranges::count(targets, kNoTarget));
-  batch.tokens_BT = tokens_BT.to(weights_.accelerator());
-  batch.targets_BT = targets_BT.to(weights_.accelerator());
-  return batch;
+  return train::read_batch(from, windows, source_.architecture.vocabulary, options_.data.sequence,
+                           weights_.accelerator());
 }
 
 Result<std::vector<Batch>> TorchTrainer::next_batches(const std::stop_token& stop,

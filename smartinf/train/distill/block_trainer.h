@@ -1,0 +1,80 @@
+// One block of a student in training: its state in a store of its own on the devices, its weights
+// where it computes.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include <torch/types.h>
+
+#include "smartinf/base/status.h"
+#include "smartinf/engine/updater.h"
+#include "smartinf/train/distill/layered_model.h"
+#include "smartinf/train/distill/losses.h"
+#include "smartinf/train/options.h"
+#include "smartinf/train/parameter_groups.h"
+#include "smartinf/train/step_report.h"
+
+namespace smartinf::train {
+
+/// The devices' folders for this block's store.
+engine::UpdaterOptions options_of_block(engine::UpdaterOptions options, uint32_t block);
+
+/// Ranges of a layer, from element 0 on. Of a space of groups: theirs.
+plan::ParameterSpace space_of_block(const plan::ParameterSpace& space, const plan::Unit& layer);
+
+/// Threads: one caller. Errors: as StatusError where nothing is returned; torch throws.
+class BlockTrainer {
+ public:
+  struct Options {
+    const TrainOptions& train;
+    const engine::UpdaterOptions& updater;  // of the run; the block's follow
+    const GroupedParameters& parameters;    // of the student
+    BlockLoss loss = BlockLoss::kMse;
+    base::DataType type = base::DataType::kF32;  // of weights and activations
+    torch::Device device;
+    std::string identity;  // of the run; a store of another run is refused
+  };
+  /// Opens the block's store, or makes it of the student's weights. All that is referred to
+  /// outlives it. Errors: the devices'; kMismatch for another run's store.
+  static base::Result<std::unique_ptr<BlockTrainer>> open(const Options& options,
+                                                          const LayeredModel& student,
+                                                          uint32_t block);
+  ~BlockTrainer() { static_cast<void>(updater_->wait_commit()); }
+
+  /// Updates that are committed, or will be with the commit under way.
+  base::StepNumber step() const { return step_; }
+  const ModelPart& part() const { return *part_; }
+
+  /// A micro batch of a step.
+  struct Sample {
+    torch::Tensor input_BTC;
+    const DocumentEnds& documents;
+    torch::Tensor target_BTC;           // of the output, or
+    const TopLogits* logits = nullptr;  // of the head behind it
+  };
+  /// Makes the next step of these, whose losses are averaged. head: where samples have logits. The
+  /// commit goes on behind the next step. Errors: the devices'; kFailedPrecondition for a gradient
+  /// that is not finite.
+  base::Result<StepReport> train(std::span<const Sample> samples, const LayeredModel::Head* head);
+  /// Waits for the commit.
+  base::Status finish() { return updater_->flush(); }
+
+ private:
+  BlockTrainer(const Options& options, std::unique_ptr<engine::Updater> updater, uint64_t elements);
+  engine::WeightsSink sink() const;
+
+  const Options options_;
+  torch::Tensor weights_N_;  // in the host's memory: where updates arrive
+  std::unique_ptr<engine::Updater> updater_;
+  std::optional<ModelPart> part_;
+  base::StepNumber step_ = 0;
+  std::string metadata_;
+  engine::UpdaterTraffic traffic_;
+};
+
+}  // namespace smartinf::train

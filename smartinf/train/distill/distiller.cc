@@ -1,0 +1,661 @@
+#include "smartinf/train/distill/distiller.h"
+
+#include <algorithm>
+#include <array>
+#include <filesystem>
+#include <memory>
+#include <numeric>
+#include <optional>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include <ATen/Parallel.h>
+#include <fmt/format.h>
+#include <nlohmann/json.hpp>
+
+#include "smartinf/base/clock.h"
+#include "smartinf/base/file.h"
+#include "smartinf/base/units.h"
+#include "smartinf/engine/found_run.h"
+#include "smartinf/engine/local_source.h"
+#include "smartinf/model/config_json.h"
+#include "smartinf/plan/stages.h"
+#include "smartinf/train/accelerator.h"
+#include "smartinf/train/corpus.h"
+#include "smartinf/train/distill/block_trainer.h"
+#include "smartinf/train/distill/layered_model.h"
+#include "smartinf/train/distill/losses.h"
+#include "smartinf/train/distill/pruned_folder.h"
+#include "smartinf/train/export.h"
+#include "smartinf/train/guarded.h"
+#include "smartinf/train/memory_plan.h"
+#include "smartinf/train/read_batch.h"
+#include "smartinf/train/run_folder.h"
+#include "smartinf/train/scalar_type.h"
+#include "smartinf/train/stage_link.h"
+#include "smartinf/train/tensor_memory.h"
+#include "smartinf/train/window_order.h"
+
+namespace smartinf::train {
+
+namespace fs = std::filesystem;
+using base::ErrorCode;
+using base::Result;
+using base::Status;
+using torch::Tensor;
+
+namespace {
+
+constexpr std::string_view kIdentityFile = "distill.json";
+constexpr uint64_t kPruneBatches = 8;  // micro batches that channels and heads are chosen by
+constexpr uint64_t kShardBytesMax = 5'000'000'000;
+constexpr uint64_t kRelayed = 16;       // parts that several ranks relay
+constexpr uint64_t kMessagesMax = 256;  // activations that are sent and not received yet
+
+Status cannot_distill(ErrorCode code, std::string what, std::string advice) {
+  return Status(code, std::move(what), std::move(advice));
+}
+
+Status check_job(const DistillJob& job) {
+  SI_RETURN_IF_ERROR(validate(job.options));
+  SI_RETURN_IF_ERROR(validate(job.distill));
+  const auto unsupported = [](std::string what, std::string advice) {
+    return cannot_distill(ErrorCode::kUnsupported, std::move(what), std::move(advice));
+  };
+  const TrainOptions& train = job.options.train;
+  if (train.where == OptimizerWhere::kMemory) {
+    return unsupported("optimizer.where is \"memory\", but each block has a store on the devices",
+                       "Set optimizer.where = \"device\"");
+  }
+  if (job.updater.compress.on()) {
+    return unsupported("compress.density: gradients of blocks are not compressed", "Leave it out");
+  }
+  if (job.options.lora.on()) {
+    return unsupported("lora.rank is set, but blocks are trained whole", "Leave it out");
+  }
+  if (job.options.embedding != EmbeddingRule::kNone || job.options.ranks.pipeline > 1) {
+    return unsupported("table.embedding or ranks.pipeline is set, but only layers are trained, and "
+                       "ranks divide them as they are",
+                       "Leave them out");
+  }
+  if (train.epochs > 0) {
+    return unsupported("train.epochs is set, but the length is in steps of each block",
+                       "Set train.steps");
+  }
+  if (!job.ranks.alone() && job.distill.inputs == BlockInputs::kStudent) {
+    return unsupported("distill.inputs is \"student\", but blocks of several ranks are independent",
+                       "Set distill.inputs = \"teacher\", or start one process");
+  }
+  for (const engine::DeviceOptions& device : job.updater.devices) {
+    std::error_code error;
+    if (engine::is_remote(device.path) || fs::is_block_file(device.path, error)) {
+      return unsupported(
+          fmt::format("{} is no folder, in which each block has a store", device.path),
+          "Name a folder on the drive as device.N.path");
+    }
+  }
+  return Status();
+}
+
+/// A run, from what is committed to the end.
+class Distillation {
+ public:
+  explicit Distillation(const DistillJob& job) : job_(job) {}
+  Result<DistillSummary> run();
+
+ private:
+  /// What a block learns from in a part of the steps, by micro batch.
+  struct Lesson {
+    uint32_t block = 0;
+    std::vector<Tensor> inputs;
+    std::vector<Tensor> targets;
+    std::vector<TopLogits> logits;  // instead, of the last block
+    double seconds = 0;             // that the teacher's layer took
+  };
+  const TrainOptions& train() const { return job_.options.train; }
+  std::string in_run(std::string_view name) const {
+    return (fs::path(train().run) / name).string();
+  }
+  Status prepare();
+  Status make_student();
+  Status check_student() const;
+  Status keep_identity(uint64_t teacher, uint64_t student);
+  Status find_progress();
+  Status divide();
+  Result<uint64_t> steps_at_once() const;
+  Result<std::vector<Batch>> batches_of(uint64_t first, uint64_t count) const;
+  Result<std::vector<Batch>> held_out() const;
+  Result<std::unique_ptr<BlockTrainer>> open_block(uint32_t block) const;
+  Status run_part(uint64_t first_step, uint64_t end_step);
+  std::vector<Tensor> inputs_of(std::span<const Batch> batches);
+  Result<Lesson> teach(uint32_t block, std::vector<Tensor> inputs, std::span<const Batch> batches);
+  Status train_block(Lesson& lesson, uint64_t first_step, uint64_t end_step,
+                     std::span<const Batch> batches);
+  Status train_all();
+  Status end_together(const Status& trained);
+  Status write_student() const;
+  Result<DistillLosses> losses() const;
+
+  const DistillJob& job_;
+  torch::Device device_ = torch::kCPU;
+  base::DataType type_ = base::DataType::kF32;
+  std::optional<Corpus> corpus_;
+  ModelSource source_;          // of the teacher
+  ModelSource student_source_;  // of the student before training
+  std::optional<LayeredModel> teacher_;
+  std::optional<LayeredModel> student_;
+  std::optional<LayeredModel::Head> head_;
+  GroupedParameters parameters_;
+  std::optional<RunFolder> folder_;
+  std::string identity_;
+  std::vector<base::StepNumber> steps_;  // of each block, when this process began
+  uint64_t updates_ = 0;                 // of all blocks, as far as this rank knows
+  uint32_t begin_ = 0;                   // blocks [begin, end) are this rank's
+  uint32_t end_ = 0;
+  std::unique_ptr<StageLink> link_;  // null: alone
+  std::vector<Tensor> own_inputs_;   // of the block in work, where they are the student's own
+  std::string lines_;                // of this rank's log, which rank 0 writes at the end
+  DistillSummary summary_;
+};
+
+Status Distillation::prepare() {
+  SI_RETURN_IF_ERROR(check_job(job_));
+  give_tensors_their_own_pages();
+  const uint32_t cores =
+      std::max(1u, std::thread::hardware_concurrency() / job_.ranks.local_world());
+  at::set_num_threads(static_cast<int>(train().threads != 0 ? train().threads : cores));
+  SI_ASSIGN_OR_RETURN(device_, choose_accelerator("train.accelerator", train().accelerator,
+                                                  job_.ranks.local_rank()));
+  type_ = precision_data_type(train().precision);
+  SI_ASSIGN_OR_RETURN(Corpus corpus, Corpus::open(job_.options.data));
+  corpus_.emplace(std::move(corpus));
+  SI_ASSIGN_OR_RETURN(source_, find_model(job_.options));
+  if (source_.architecture.vocabulary < corpus_->vocabulary()) {
+    return cannot_distill(ErrorCode::kInvalidArgument,
+                          fmt::format("the teacher knows {} tokens, and the text has {}",
+                                      source_.architecture.vocabulary, corpus_->vocabulary()),
+                          "Tokenize the data with the teacher's own tokenizer");
+  }
+  if (job_.distill.top_k >= source_.architecture.vocabulary) {
+    return cannot_distill(ErrorCode::kInvalidArgument,
+                          fmt::format("distill.top_k is {}, and the teacher knows {} tokens",
+                                      job_.distill.top_k, source_.architecture.vocabulary),
+                          "Choose fewer");
+  }
+  Result<RunFolder> folder = RunFolder::left_alone(train().run);
+  if (job_.ranks.first()) folder = RunFolder::open(train().run);
+  SI_RETURN_IF_ERROR(folder.status());
+  folder_.emplace(std::move(*folder));
+  SI_ASSIGN_OR_RETURN(LayeredModel teacher,
+                      LayeredModel::open(job_.options.model.from, source_.architecture, type_,
+                                         device_, job_.options.data.sequence));
+  teacher_.emplace(std::move(teacher));
+  return Status();
+}
+
+/// The first rank makes it; then the others find it.
+Status Distillation::make_student() {
+  std::string folder = job_.distill.student;
+  SI_ASSIGN_OR_RETURN(const uint64_t teacher, teacher_->files().digest());
+  if (folder.empty()) {
+    SI_RETURN_IF_ERROR(keep_identity(teacher, 0));
+    folder = in_run(kUntrainedFolder);
+    std::error_code error;
+    if (job_.ranks.first() && !fs::exists(folder, error)) {
+      SI_ASSIGN_OR_RETURN(const Pruning pruning, parse_pruning(job_.distill.prune));
+      SI_ASSIGN_OR_RETURN(const model::Architecture pruned,
+                          pruned_architecture(source_.architecture, pruning));
+      SI_ASSIGN_OR_RETURN(TextFiles texts, read_model_files(job_.options.model.from));
+      SI_ASSIGN_OR_RETURN(texts.back().second, pruned_config(source_.config_json, pruned));
+      const uint64_t batches =
+          std::min<uint64_t>(kPruneBatches, train().steps * train().accumulation);
+      SI_ASSIGN_OR_RETURN(const std::vector<Batch> some, batches_of(0, batches));
+      const std::vector<Kept> kept = choose_kept(*teacher_, pruned, some, train().seed);
+      SI_RETURN_IF_ERROR(write_pruned_folder(*teacher_, pruned, kept, std::move(texts), folder));
+    }
+  }
+  SI_ASSIGN_OR_RETURN(student_source_, read_model_folder(folder, job_.options.model.ignored_keys,
+                                                         "--model.ignored_keys"));
+  SI_RETURN_IF_ERROR(check_student());
+  SI_ASSIGN_OR_RETURN(LayeredModel student,
+                      LayeredModel::open(folder, student_source_.architecture, type_, device_,
+                                         job_.options.data.sequence));
+  student_.emplace(std::move(student));
+  if (!job_.distill.student.empty()) {
+    SI_ASSIGN_OR_RETURN(const uint64_t digest, student_->files().digest());
+    SI_RETURN_IF_ERROR(keep_identity(teacher, digest));
+  }
+  SI_ASSIGN_OR_RETURN(parameters_, group_parameters(student_->space(), train()));
+  return Status();
+}
+
+Status Distillation::check_student() const {
+  const model::Architecture& teacher = source_.architecture;
+  const model::Architecture& student = student_source_.architecture;
+  const auto differs = [](const char* what, uint64_t here, uint64_t there) {
+    return cannot_distill(
+        ErrorCode::kMismatch,
+        fmt::format("student.from: the student has {} {}, the teacher {}", here, what, there),
+        "Name a student whose layers begin and end where the teacher's do: as many layers of the "
+        "same width, with the same vocabulary");
+  };
+  if (student.layers != teacher.layers) return differs("layers", student.layers, teacher.layers);
+  if (student.width != teacher.width) return differs("of width", student.width, teacher.width);
+  if (student.vocabulary != teacher.vocabulary) {
+    return differs("tokens", student.vocabulary, teacher.vocabulary);
+  }
+  if (student.tied_head == teacher.tied_head && student.family == teacher.family) return Status();
+  return cannot_distill(ErrorCode::kMismatch,
+                        "student.from: the student is of another family, or only one of the two "
+                        "has a head that is its embedding",
+                        "Name a student of the teacher's family");
+}
+
+/// Values that follow from nothing else and change what comes out: other ones would mix two runs.
+Status Distillation::keep_identity(uint64_t teacher, uint64_t student) {
+  const Options& options = job_.options;
+  const nlohmann::ordered_json now{
+      {"teacher.from", fmt::format("{:016x}", teacher)},
+      {"student.from", fmt::format("{:016x}", student)},
+      {"student.prune", job_.distill.prune},
+      {"distill.loss", base::enum_name(job_.distill.loss)},
+      {"distill.inputs", base::enum_name(job_.distill.inputs)},
+      {"distill.top_k", job_.distill.top_k},
+      {"data.paths", fmt::format("{:016x}", corpus_->digest())},
+      {"data.sequence", options.data.sequence},
+      {"data.seed", options.data.seed},
+      {"train.steps", train().steps},
+      {"train.micro_batch", train().micro_batch},
+      {"train.accumulation", train().accumulation},
+      {"train.precision", base::enum_name(train().precision)},
+      {"train.seed", train().seed},
+  };
+  identity_ = now.dump();
+  const std::string path = folder_->file(kIdentityFile);
+  std::error_code error;
+  if (job_.ranks.first() && !fs::exists(path, error)) {
+    return base::write_text_file(path, identity_ + "\n", "cannot write the run's folder");
+  }
+  constexpr uint64_t kBytesMax = uint64_t{1} << 16;
+  SI_ASSIGN_OR_RETURN(const std::string text,
+                      base::read_text_file(path, "cannot read the run's folder", kBytesMax));
+  const auto before = nlohmann::json::parse(text, nullptr, /*allow_exceptions=*/false);
+  for (const auto& [key, value] : now.items()) {
+    if (before.is_object() && before.contains(key) && before[key] == value) continue;
+    return cannot_distill(
+        ErrorCode::kMismatch,
+        fmt::format("{} is not what the run in {} was started with", key, train().run),
+        "Use the same value (for a folder: the same files), or choose another train.run");
+  }
+  return Status();
+}
+
+/// What each block has committed. All ranks begin with what the first one finds.
+Status Distillation::find_progress() {
+  for (uint32_t block = 0; block < student_->layers(); ++block) {
+    const auto found =
+        engine::find_run(engine::local_sources(options_of_block(job_.updater, block)));
+    steps_.push_back(found ? found->step : 0);
+  }
+  SI_ASSIGN_OR_RETURN(const auto all, job_.ranks.all<base::StepNumber>(steps_));
+  steps_.assign(all.begin(), all.begin() + student_->layers());
+  for (const base::StepNumber step : steps_) updates_ += step;
+  if (!job_.ranks.first()) return Status();
+  SI_RETURN_IF_ERROR(folder_->keep_recipe(job_.recipe));
+  SI_RETURN_IF_ERROR(folder_->keep_log_until(updates_).status());
+  if (updates_ > 0) {
+    job_.note(fmt::format("resuming after {} of {} updates", updates_,
+                          train().steps * student_->layers()));
+  }
+  return Status();
+}
+
+/// Which blocks are this rank's: so that the slowest rank is as fast as can be, by the products
+/// that a token takes. The last block has the logits of both models besides.
+Status Distillation::divide() {
+  const Ranks& ranks = job_.ranks;
+  end_ = student_->layers();
+  if (ranks.alone()) return Status();
+  if (student_->layers() < ranks.world()) {
+    return cannot_distill(
+        ErrorCode::kInvalidArgument,
+        fmt::format("there are {} ranks, and {} layers", ranks.world(), student_->layers()),
+        "Start as many ranks as layers at most");
+  }
+  const auto elements = [](const LayeredModel& model) {
+    return static_cast<double>(model.layer_span(0).count);
+  };
+  const double block = elements(*teacher_) + 3 * elements(*student_);
+  const double head = job_.distill.top_k == 0
+                          ? 0
+                          : 3.0 * source_.architecture.vocabulary * source_.architecture.width;
+  const std::vector<uint32_t> begins =
+      plan::split_units(student_->layers(), ranks.world(), [&](uint32_t first, uint32_t end) {
+        return block * (end - first) + (end == student_->layers() ? head : 0);
+      });
+  begin_ = begins[ranks.rank()];
+  end_ = begins[ranks.rank() + 1];
+  StageLink::Ends ends;
+  if (ranks.rank() > 0) ends.before = ranks.rank() - 1;
+  if (ranks.rank() + 1 < ranks.world()) ends.behind = ranks.rank() + 1;
+  link_ = std::make_unique<StageLink>(ranks.collectives(), std::move(ends),
+                                      torch::dtype(scalar_type(type_)).device(device_),
+                                      /*in_flight=*/kMessagesMax);
+  for (uint32_t rank = 0; rank < ranks.world(); ++rank) {
+    job_.note(fmt::format("rank {}: layers {} to {}", rank, begins[rank] + 1, begins[rank + 1]));
+  }
+  return Status();
+}
+
+/// Steps whose activations there is memory for beside one layer of each model.
+Result<uint64_t> Distillation::steps_at_once() const {
+  if (job_.steps_at_once != 0) return job_.steps_at_once;
+  const Ranks& ranks = job_.ranks;
+  const MemoryLimits limits =
+      memory_limits(job_.options.memory, memory_of(device_), ranks.local_world());
+  const model::Architecture& model = source_.architecture;
+  const uint64_t value_bytes = base::data_type_bytes(type_);
+  const uint64_t rows = uint64_t{train().micro_batch} * job_.options.data.sequence;
+  const uint64_t layer_bytes = value_bytes * teacher_->layer_span(0).count;
+  const uint64_t student_bytes = student_->layer_span(0).count * (2 * value_bytes + 4);
+  const uint64_t head_bytes = value_bytes * model.vocabulary * model.width;
+  // What autograd keeps of one layer and micro batch: about so many rows.
+  const uint64_t kept_bytes =
+      4 * rows * (16 * uint64_t{model.width} + 4 * uint64_t{model.mlp_width});
+  const uint64_t beside = limits.resident_bytes + layer_bytes + student_bytes + head_bytes +
+                          kept_bytes + job_.updater.memory_budget_bytes;
+  const bool own = job_.distill.inputs == BlockInputs::kStudent;
+  const uint64_t sets = own ? 3 : (ranks.alone() ? 2 : end_ - begin_ + 1);
+  const uint64_t of_step = sets * train().accumulation * rows * model.width * value_bytes;
+  const uint64_t steps = limits.host_bytes > beside ? (limits.host_bytes - beside) / of_step : 0;
+  if (steps >= (own ? train().steps : 1)) {
+    // Of several ranks the next one waits for the first part of the one before.
+    const uint64_t most = ranks.alone() ? train().steps : base::divide_up(train().steps, kRelayed);
+    const uint64_t mine = std::min(steps, most);
+    SI_ASSIGN_OR_RETURN(const std::vector<uint64_t> all, ranks.all<uint64_t>(std::span(&mine, 1)));
+    return *std::ranges::min_element(all);
+  }
+  return cannot_distill(
+      ErrorCode::kOutOfMemory,
+      fmt::format("the run needs {} of memory and may use {}: {} for the activations of {}",
+                  base::format_bytes(beside + of_step * (own ? train().steps : 1)),
+                  base::format_bytes(limits.host_bytes),
+                  base::format_bytes(of_step * (own ? train().steps : 1)),
+                  own ? "all steps, which distill.inputs = \"student\" keeps" : "one step"),
+      own ? "Raise memory.host, or set distill.inputs = \"teacher\""
+          : "Raise memory.host, or lower train.micro_batch, train.accumulation or "
+            "engine.memory_budget");
+}
+
+Result<std::vector<Batch>> Distillation::batches_of(uint64_t first, uint64_t count) const {
+  const uint64_t rows = train().micro_batch;
+  const Windows& from = corpus_->training();
+  std::vector<Batch> batches;
+  std::vector<uint64_t> windows(rows);
+  for (uint64_t i = first; i < first + count; ++i) {
+    for (uint64_t row = 0; row < rows; ++row) {
+      windows[row] = window_at(job_.options.data.seed, from.count(), i * rows + row);
+    }
+    SI_ASSIGN_OR_RETURN(Batch batch, read_batch(from, windows, source_.architecture.vocabulary,
+                                                job_.options.data.sequence, device_));
+    batches.push_back(std::move(batch));
+  }
+  return batches;
+}
+
+/// Spread evenly over what is held out, as in the trainer's validation.
+Result<std::vector<Batch>> Distillation::held_out() const {
+  const Windows& from = corpus_->validation();
+  const uint64_t rows = train().micro_batch;
+  const uint64_t wanted = std::min(from.count(), train().validation_batches * rows);
+  std::vector<Batch> batches;
+  for (uint64_t first = 0; first < wanted; first += rows) {
+    std::vector<uint64_t> windows;
+    for (uint64_t i = first; i < std::min(first + rows, wanted); ++i) {
+      windows.push_back(i * from.count() / wanted);
+    }
+    SI_ASSIGN_OR_RETURN(Batch batch, read_batch(from, windows, source_.architecture.vocabulary,
+                                                job_.options.data.sequence, device_));
+    batches.push_back(std::move(batch));
+  }
+  return batches;
+}
+
+Result<std::unique_ptr<BlockTrainer>> Distillation::open_block(uint32_t block) const {
+  return BlockTrainer::open(
+      {train(), job_.updater, parameters_, job_.distill.loss, type_, device_, identity_}, *student_,
+      block);
+}
+
+std::vector<Tensor> Distillation::inputs_of(std::span<const Batch> batches) {
+  if (link_ == nullptr || link_->first()) return teacher_->embed(batches);
+  std::vector<int64_t> sizes = batches[0].tokens_BT.sizes().vec();
+  sizes.push_back(source_.architecture.width);
+  link_->expect(StageLink::Way::kForward, std::move(sizes), batches.size(), /*at_once=*/4);
+  std::vector<Tensor> all_BTC;
+  for (size_t i = 0; i < batches.size(); ++i) {
+    all_BTC.push_back(link_->receive(StageLink::Way::kForward));
+  }
+  return all_BTC;
+}
+
+Result<Distillation::Lesson> Distillation::teach(uint32_t block, std::vector<Tensor> inputs,
+                                                 std::span<const Batch> batches) {
+  const torch::NoGradGuard no_grad;
+  const uint64_t begin_ns = base::now_ns();
+  Lesson lesson{block, std::move(inputs), {}, {}, 0};
+  const bool to_logits = block + 1 == student_->layers() && job_.distill.top_k > 0;
+  const ModelPart layer = teacher_->layer(block);
+  if (to_logits && !head_) head_.emplace(teacher_->head());
+  for (size_t i = 0; i < batches.size(); ++i) {
+    if (job_.stop.stop_requested()) return Status(ErrorCode::kCancelled, "stopped");
+    Tensor y_BTC = layer.run(lesson.inputs[i], batches[i].document_ends);
+    ++summary_.teacher_layers;
+    if (to_logits) {
+      lesson.logits.push_back(top_logits(*head_, y_BTC, job_.distill.top_k));
+    } else {
+      lesson.targets.push_back(std::move(y_BTC));
+    }
+  }
+  lesson.seconds = base::seconds_since(begin_ns);
+  return lesson;
+}
+
+Status Distillation::run_part(uint64_t first_step, uint64_t end_step) {
+  uint32_t last = student_->layers();  // behind all that have something left to learn
+  while (last > 0 && steps_[last - 1] >= end_step) --last;
+  if (last <= begin_) return Status();
+  SI_ASSIGN_OR_RETURN(const std::vector<Batch> batches,
+                      batches_of(first_step * train().accumulation,
+                                 (end_step - first_step) * train().accumulation));
+  summary_.micro_batches += batches.size();
+  std::vector<Tensor> inputs = inputs_of(batches);
+  if (job_.distill.inputs == BlockInputs::kStudent) own_inputs_ = inputs;
+  std::vector<Lesson> lessons;
+  for (uint32_t block = begin_; block < std::min(end_, last); ++block) {
+    SI_ASSIGN_OR_RETURN(Lesson lesson, teach(block, std::move(inputs), batches));
+    inputs = lesson.targets;
+    if (link_ != nullptr) {
+      lessons.push_back(std::move(lesson));  // the next rank is waiting
+    } else {
+      SI_RETURN_IF_ERROR(train_block(lesson, first_step, end_step, batches));
+    }
+  }
+  if (link_ != nullptr && end_ < last) {
+    for (const Tensor& y_BTC : inputs) link_->send(StageLink::Way::kForward, y_BTC);
+  }
+  inputs.clear();
+  for (Lesson& lesson : lessons) {
+    SI_RETURN_IF_ERROR(train_block(lesson, first_step, end_step, batches));
+    lesson = {};
+  }
+  return Status();
+}
+
+Status Distillation::train_block(Lesson& lesson, uint64_t first_step, uint64_t end_step,
+                                 std::span<const Batch> batches) {
+  const bool own = job_.distill.inputs == BlockInputs::kStudent;
+  if (steps_[lesson.block] >= end_step && !own) return Status();
+  SI_ASSIGN_OR_RETURN(const std::unique_ptr<BlockTrainer> trainer, open_block(lesson.block));
+  const uint64_t each = train().accumulation;
+  const bool to_logits = !lesson.logits.empty();
+  std::vector<Tensor>& inputs = own ? own_inputs_ : lesson.inputs;
+  for (uint64_t step = std::max(first_step, trainer->step()); step < end_step; ++step) {
+    if (job_.stop.stop_requested()) {
+      SI_RETURN_IF_ERROR(trainer->finish());
+      return Status(ErrorCode::kCancelled, "stopped");
+    }
+    std::vector<BlockTrainer::Sample> samples;
+    for (uint64_t i = (step - first_step) * each; i < (step - first_step + 1) * each; ++i) {
+      samples.push_back({inputs[i], batches[i].document_ends, {}, nullptr});
+      if (to_logits) {
+        samples.back().logits = &lesson.logits[i];
+      } else {
+        samples.back().target_BTC = lesson.targets[i];
+      }
+    }
+    SI_ASSIGN_OR_RETURN(const StepReport report,
+                        trainer->train(samples, to_logits ? &*head_ : nullptr));
+    auto line = nlohmann::ordered_json::parse(report.to_json());
+    line["step"] = ++updates_;
+    line["block"] = lesson.block;
+    line["block_step"] = report.step;
+    line["teacher_s"] = lesson.seconds / static_cast<double>(end_step - first_step);
+    line["teacher_layers"] = summary_.teacher_layers;
+    if (job_.ranks.first()) {
+      folder_->append_log(line.dump());
+    } else {
+      lines_ += line.dump() + "\n";
+    }
+    job_.show(report, lesson.block, student_->layers());
+  }
+  SI_RETURN_IF_ERROR(trainer->finish());
+  if (!own) return Status();
+  const torch::NoGradGuard no_grad;
+  for (size_t i = 0; i < batches.size(); ++i) {
+    inputs[i] = trainer->part().run(inputs[i], batches[i].document_ends);
+  }
+  return Status();
+}
+
+/// The trained layers between the teacher's embedding and head.
+Status Distillation::write_student() const {
+  const std::string out = in_run(kStudentFolder);
+  std::error_code error;
+  if (fs::exists(out, error)) return Status();
+  const auto copy = [&](const std::function<Status(std::span<const float>)>& take, uint64_t first,
+                        uint64_t end) -> Status {
+    constexpr uint64_t kAtOnce = uint64_t{1} << 22;
+    std::vector<float> values;
+    for (; first < end; first += values.size()) {
+      values.resize(std::min(kAtOnce, end - first));
+      SI_RETURN_IF_ERROR(teacher_->files().read(first, values));
+      SI_RETURN_IF_ERROR(take(values));
+    }
+    return Status();
+  };
+  const auto read = [&](const std::function<Status(std::span<const float>)>& take) -> Status {
+    const uint32_t layers = student_->layers();
+    SI_RETURN_IF_ERROR(copy(take, 0, teacher_->layer_span(0).first));
+    for (uint32_t block = 0; block < layers; ++block) {
+      engine::UpdaterOptions options = options_of_block(job_.updater, block);
+      options.create = false;
+      const plan::ParameterSpace space =
+          space_of_block(parameters_.space, student_->layer_span(block));
+      SI_ASSIGN_OR_RETURN(const std::unique_ptr<engine::Updater> updater,
+                          engine::Updater::open(options, space,
+                                                engine::local_sources(options,
+                                                                      /*read_only=*/true)));
+      SI_RETURN_IF_ERROR(updater->read_weights(
+          [&](uint64_t, std::span<const float> weights) { return take(weights); }));
+    }
+    return copy(take, teacher_->layer_span(layers - 1).end(), teacher_->space().count());
+  };
+  const base::DataType type = student_->files().type().value_or(base::DataType::kF32);
+  SI_ASSIGN_OR_RETURN(TextFiles texts, read_model_files(student_source_.folder));
+  texts.back().second = model::with_type(texts.back().second, type);
+  return write_model_folder(out, {student_->space(), type, std::move(texts), "", read},
+                            kShardBytesMax)
+      .status();
+}
+
+Result<DistillLosses> Distillation::losses() const {
+  SI_ASSIGN_OR_RETURN(const std::vector<Batch> batches, held_out());
+  SI_ASSIGN_OR_RETURN(const LayeredModel distilled,
+                      LayeredModel::open(in_run(kStudentFolder), student_source_.architecture,
+                                         type_, device_, job_.options.data.sequence));
+  return DistillLosses{teacher_->loss(batches), student_->loss(batches), distilled.loss(batches)};
+}
+
+Status Distillation::train_all() {
+  SI_ASSIGN_OR_RETURN(const uint64_t at_once, steps_at_once());
+  const auto millions = [](const LayeredModel& model) {
+    return static_cast<double>(model.space().count()) * 1e-6;
+  };
+  job_.note(fmt::format(
+      "teacher: {:.1f} million parameters, {} layers; student: {:.1f} million; {} steps of each "
+      "layer, {} of them at once",
+      millions(*teacher_), teacher_->layers(), millions(*student_), train().steps, at_once));
+  for (uint64_t first = 0; first < train().steps; first += at_once) {
+    SI_RETURN_IF_ERROR(run_part(first, std::min(first + at_once, train().steps)));
+  }
+  if (link_ != nullptr) link_->finish();
+  head_.reset();
+  return Status();
+}
+
+/// All ranks have trained; the first one's log gets the lines of the others.
+Status Distillation::end_together(const Status& trained) {
+  SI_RETURN_IF_ERROR(job_.ranks.all_ok_without_timeout("distillation", trained));
+  SI_ASSIGN_OR_RETURN(const std::vector<std::string> lines, job_.ranks.all_texts(lines_));
+  for (const std::string& of_rank : lines) {
+    std::string_view left = of_rank;
+    while (!left.empty()) {
+      const size_t end = left.find('\n');
+      auto line = nlohmann::ordered_json::parse(left.substr(0, end));
+      line["step"] = ++updates_;
+      folder_->append_log(line.dump());
+      left.remove_prefix(end + 1);
+    }
+  }
+  const std::array<uint64_t, 1> mine{summary_.teacher_layers};
+  SI_ASSIGN_OR_RETURN(const auto layers, job_.ranks.all<uint64_t>(mine));
+  summary_.teacher_layers = std::accumulate(layers.begin(), layers.end(), uint64_t{0});
+  return Status();
+}
+
+Result<DistillSummary> Distillation::run() {
+  const Ranks& ranks = job_.ranks;
+  SI_RETURN_IF_ERROR(ranks.all_ok("start", prepare()));
+  for (const bool turn : {true, false}) {  // the first rank's, then the others'
+    const Status made = turn == ranks.first() ? make_student() : Status();
+    SI_RETURN_IF_ERROR(ranks.all_ok_without_timeout("the student", made));
+  }
+  SI_RETURN_IF_ERROR(find_progress());
+  SI_RETURN_IF_ERROR(divide());
+  SI_RETURN_IF_ERROR(end_together(train_all()));
+  summary_.folder = in_run(kStudentFolder);
+  if (!ranks.first()) return summary_;
+  SI_RETURN_IF_ERROR(write_student());
+  if (corpus_->validation().count() > 0) {
+    SI_ASSIGN_OR_RETURN(summary_.losses, losses());
+    folder_->append_validation(
+        updates_, nlohmann::ordered_json{{"step", updates_},
+                                         {"validation_loss", summary_.losses.distilled},
+                                         {"untrained_loss", summary_.losses.untrained},
+                                         {"teacher_loss", summary_.losses.teacher}}
+                      .dump());
+  }
+  return summary_;
+}
+
+}  // namespace
+
+Result<DistillSummary> distill(const DistillJob& job) {
+  auto made = guarded("distillation", [&] { return Distillation(job).run(); });
+  if (!made.ok()) job.ranks.failed(made.status());
+  return made;
+}
+
+}  // namespace smartinf::train

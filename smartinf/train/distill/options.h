@@ -1,0 +1,46 @@
+// Options of `smartinf distill`: the recipe's [teacher], [student] and [distill] tables. No torch.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <string>
+#include <string_view>
+
+#include "smartinf/base/enum_names.h"
+#include "smartinf/base/status.h"
+
+namespace smartinf::train {
+
+/// distill.loss: how far a block's output y is from the teacher's t, a mean over tokens. kMse:
+/// |y - t|^2 / |t|^2. kCosine: 1 - cos(y, t). Both are 0 where y and t have the same bits.
+enum class BlockLoss : uint8_t { kMse, kCosine };
+inline constexpr std::array<std::string_view, 2> kBlockLossNames{"mse", "cosine"};
+constexpr base::EnumNames enum_names(BlockLoss) { return kBlockLossNames; }
+
+/// distill.inputs: what a block of the student gets in training. kTeacher: what the teacher's block
+/// gets, so blocks are independent. kStudent: what the student's own trained blocks before it make.
+enum class BlockInputs : uint8_t { kTeacher, kStudent };
+inline constexpr std::array<std::string_view, 2> kBlockInputsNames{"teacher", "student"};
+constexpr base::EnumNames enum_names(BlockInputs) { return kBlockInputsNames; }
+
+struct DistillOptions {
+  std::string teacher;  // teacher.from
+  std::string student;  // student.from; empty: it is made of the teacher
+  std::string prune;    // student.prune
+  BlockLoss loss = BlockLoss::kMse;
+  BlockInputs inputs = BlockInputs::kTeacher;
+  uint32_t top_k = 64;  // logits of the teacher that the last block learns from; 0: none
+};
+
+/// Shares of each layer that stay.
+struct Pruning {
+  double ffn = 1;    // channels of the feed-forward part
+  double heads = 1;  // groups of query heads with their head of keys and values
+};
+/// "ffn=0.5,heads=0.75", either or both. Errors: kInvalidArgument.
+base::Result<Pruning> parse_pruning(std::string_view text);
+
+/// Ok, or what cannot work, by its key. Looks at no files.
+base::Status validate(const DistillOptions& options);
+
+}  // namespace smartinf::train

@@ -1,0 +1,128 @@
+"""smartinf distill: killed, stopped and divided among ranks it makes the same student, which transformers loads.
+
+Usage: distill_test.py SMARTINF
+"""
+import json
+import math
+import os
+import random
+import subprocess
+import time
+import unittest
+
+from rank_processes import Ranks
+from train_runs import SMARTINF, TrainCase
+
+KILLS = int(os.environ.get("SMARTINF_TEST_KILLS", "4"))  # more at night
+STEPS = 24
+
+
+class Distill(TrainCase):
+    def setUp(self):
+        super().setUp()
+        self.train(self.recipe(steps=60, precision="f32"), "teacher_run", "--model.layers", "4")
+        self.teacher = self.export("teacher_run", "teacher")
+        for file in self.teacher.glob("tokenizer*.json"):  # tokens are bytes: none have to be made
+            file.unlink()
+        (self.folder / "distill.toml").touch()
+
+    def distill(self, run, *flags, layers=("--student.prune", "ffn=0.5,heads=0.5")):
+        return [SMARTINF, "distill", str(self.folder / "distill.toml"), "--data.paths", str(self.corpus),
+                "--data.sequence", "32", "--data.validation_share", "0.1", "--train.run", str(self.folder / run),
+                "--train.steps", str(STEPS), "--train.micro_batch", "4", "--train.accumulation", "2",
+                "--train.threads", "1", "--train.precision", "f32", "--train.lr", "3e-3", "--train.weight_decay", "0",
+                "--teacher.from", str(self.teacher), "--engine.io_size", "1MiB", "--engine.io_depth", "4",
+                "--engine.memory_budget", "32MiB", "--train.accelerator", "cpu", *layers, *flags]
+
+    def run_it(self, *arguments, code=0):
+        done = subprocess.run(self.distill(*arguments), capture_output=True, text=True, timeout=300)
+        self.assertEqual(done.returncode, code, done.stdout[-2000:] + done.stderr[-2000:])
+        return done.stdout + done.stderr
+
+    def student(self, run):
+        return (self.folder / run / "student" / "model.safetensors").read_bytes()
+
+    def test_killed_at_random_moments(self):
+        said = self.run_it("whole")
+        self.assertIn("perplexity on data held out", said)
+        draw = random.Random(os.environ.get("SMARTINF_TEST_SEED", "7"))
+        kills = 0
+        while kills < KILLS:
+            process = subprocess.Popen(self.distill("killed", "--train.log_every", "1"), stdout=subprocess.PIPE,
+                                       stderr=subprocess.PIPE, text=True)
+            if kills % 4 == 0:  # its start
+                time.sleep(draw.uniform(0, 2))
+            else:
+                for line in process.stdout:
+                    if line.startswith("layer"):
+                        break
+                time.sleep(draw.uniform(0, 0.2))
+            process.kill()
+            process.communicate()
+            kills += 1
+        self.run_it("killed")
+        self.assertEqual(self.student("killed"), self.student("whole"))
+        # Log and picture of it.
+        steps = [line["step"] for line in self.log("killed") if "block" in line]
+        self.assertEqual(steps, list(range(1, 4 * STEPS + 1)))
+
+    def test_any_number_of_ranks_makes_the_same_student(self):
+        self.run_it("alone")
+        for world in (2, 3):
+            run = f"ranks_{world}"
+            with Ranks(self.distill(run), world) as ranks:
+                for rank, process in enumerate(ranks.processes):
+                    self.assertEqual(process.wait(300), 0, ranks.out(rank) + ranks.err(rank))
+            self.assertEqual(self.student(run), self.student("alone"))
+            self.assertEqual(len([line for line in self.log(run) if "block" in line]), 4 * STEPS)
+        # Killed with its ranks, it goes on with another number of them.
+        with Ranks(self.distill("changed", "--train.log_every", "1"), 2) as ranks:
+            ranks.wait_for(0, "layer 1/4")
+            time.sleep(0.2)
+        self.run_it("changed")
+        self.assertEqual(self.student("changed"), self.student("alone"))
+
+    def test_transformers_loads_the_student(self):
+        try:
+            import numpy
+            import torch
+            import transformers
+        except ImportError as missing:
+            self.skipTest(f"{missing}; scripts/setup.sh installs what is missing")
+        said = json.loads(self.run_it("run", "--json", "--train.validation_batches", "1").splitlines()[-1])
+        model = transformers.AutoModelForCausalLM.from_pretrained(self.folder / "run" / "student",
+                                                                  dtype=torch.float32)
+        self.assertEqual((model.config.intermediate_size, model.config.num_attention_heads,
+                          model.config.num_key_value_heads, model.config.head_dim), (128, 2, 1, 24))
+        # The windows of validation_batches = 1: four of those of the last tenth, spread evenly.
+        text = numpy.frombuffer(self.corpus.read_bytes(), numpy.uint8).astype(numpy.int64)
+        self.assertTrue(math.isfinite(said["distilled_loss"]) and said["distilled_loss"] < said["untrained_loss"])
+        with torch.no_grad():
+            tokens = torch.from_numpy(text[:33])[None]
+            logits = model(tokens[:, :-1]).logits
+            loss = torch.nn.functional.cross_entropy(logits[0], tokens[0, 1:]).item()
+        self.assertLess(abs(loss - said["distilled_loss"]), 1)
+
+    def test_wrong_options_say_what_to_do(self):
+        for layers, text in (((), "neither student.from nor student.prune"),
+                             (("--student.prune", "ffn=2"), "at most 1"),
+                             (("--student.prune", "ffn=0.5", "--distill.inputs", "nobody"), "distill.inputs")):
+            done = subprocess.run(self.distill("wrong", layers=layers), capture_output=True, text=True, timeout=60)
+            self.assertEqual(done.returncode, 2, done.stderr)
+            self.assertIn(text, done.stderr)
+        self.run_it("changed", "--train.validation_batches", "1")
+        self.assertIn("train.lr", self.run_it("other", "--train.lr", "1e30", code=1))
+        said = self.run_it("changed", "--distill.loss", "cosine", code=1)
+        self.assertIn("distill.loss is not what the run", said)
+
+    def test_ranks_are_planned_by_measured_times(self):
+        self.run_it("measured")
+        plan = json.loads(subprocess.run([SMARTINF, "plan", "distill", str(self.folder / "measured"), "--ranks", "2",
+                                          "--json"], check=True, capture_output=True, text=True).stdout)
+        self.assertEqual(plan["stages"][0]["first"], 0)
+        self.assertEqual(plan["stages"][-1]["end"], 4)
+        self.assertLess(plan["step_s"], plan["alone_s"])
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -96,6 +96,11 @@ class WrongUsage(unittest.TestCase):
         self.refused("plan", "llama3-8C", says="llama3-8B?")
         self.refused("plan", "llama3-8B", "--machine", "workstation-gen6", says="workstation-gen")
         self.refused("plan", "llama3-8B", "--hide", "forward", says="is now --overlap")
+        self.refused("plan", "llama3-8B", "--stages", "2", says="add --cluster FILE")
+        self.refused("plan", "llama3-8B", "--cluster", "c.toml", says="Give --tokens-per-step")
+        self.refused("plan", "llama3-8B", "--cluster", "c.toml", "--machine", "workstation-gen4", says="leave it or --cluster out")
+        self.refused("plan", "llama3-8B", "--cluster", "c.toml", "--tokens-per-step", "8192", says="cannot read the cluster")
+        self.refused("calibrate", says="--device is required")
         self.refused("plan", "llama3-8B", "--table", "1e6", says="Write e.g. 4e7x64")
         self.refused("plan", "llama3-8B", "--table-zipf", "1", says="add --table ROWSxDIM")
         self.refused("plan", "llama3-8B", "--table", "4e9x64", says="Give the table")
@@ -240,6 +245,28 @@ class Plan(unittest.TestCase):
         done = run("plan", *words, "--json")
         self.assertEqual(done.returncode, code, done)
         return json.loads(done.stdout), done.stderr
+
+    def test_a_cluster_has_the_five_fastest_ways_a_page_and_a_trace(self):
+        with tempfile.TemporaryDirectory() as folder:
+            at = lambda name: os.path.join(folder, name)
+            pathlib.Path(at("c.toml")).write_text("name = 'desk'\n" + "".join(
+                f"[[box]]\nname = '{name}'\nmachine = 'workstation-gen4'\nranks = 1\n" for name in ("left", "right")) +
+                "[links]\nrate = '1 Gbit/s'\nspread = 0.02\n", encoding="ascii")
+            words = ["--cluster", at("c.toml"), "--tokens-per-step", "65536", "--seq", "1024"]
+            plan, _ = self.planned("llama3-1B", *words, "--html", at("plan.html"), "--recipe", at("r.toml"))
+            times = [option["total_s"] for option in plan["options"]]
+            self.assertEqual(len(times), 5)
+            self.assertEqual(times, sorted(times))
+            self.assertTrue(all(option["least_s"] <= option["total_s"] * 1.0001 for option in plan["options"]))
+            page = pathlib.Path(at("plan.html")).read_text(encoding="utf-8")
+            self.assertEqual(json.loads(re.search(r"const plan = (.*);\n", page)[1])["options"], plan["options"])
+            # What is written is a recipe.
+            self.assertEqual(run("train", at("r.toml"), "--print-config").returncode, 0)
+            done = run("simulate", "--model", "llama3-1B", *words, "--stages", "2", "--batch", "1", "--trace", at("t.json"))
+            self.assertEqual(done.returncode, 0, done)
+            self.assertIn("start it with", done.stdout)
+            events = json.loads(pathlib.Path(at("t.json")).read_text(encoding="utf-8"))["traceEvents"]
+            self.assertEqual(sum(event.get("name") == "F63" for event in events), 3, "two stages, and the message")
 
     def test_memory_is_what_the_programs_hold(self):
         """`train` streams what does not stay; Python keeps all weights, and gradients unless they are released."""

@@ -188,6 +188,38 @@ class PlanRuns(unittest.TestCase):
                 self.assertEqual(all_units, streaming["units"])
                 self.assertLessEqual(abs(units - streaming["units_in_memory"]), 1, told)
 
+    def cluster(self, name, *flags, links='rate = "1 Gbit/s"'):
+        """The plan for two boxes like this machine, whose recipe runs as it is."""
+        text = ""
+        for box in ("left", "right"):
+            machine = MACHINE.format(host=0, process=self.process_bytes, devices=1)
+            machine = machine.replace("[[device]]", f"[[device]]\nname = '{self.folder}/{name}-{box}'")
+            (self.folder / f"{name}.{box}.toml").write_text(machine, encoding="ascii")
+            text += f"[[box]]\nname = '{box}'\nmachine = '{name}.{box}.toml'\n"
+        (self.folder / f"{name}.cluster.toml").write_text(f"{text}[links]\n{links}\n", encoding="ascii")
+        done = subprocess.run([SMARTINF, "plan", str(self.folder / "model.json"), "--cluster",
+                               str(self.folder / f"{name}.cluster.toml"), "--tokens-per-step", "256", "--seq", "64",
+                               "--subgroup", "65536", "--json", "--recipe", str(self.folder / f"{name}.toml"),
+                               "--data", str(self.folder / "corpus.txt"), *flags], capture_output=True, text=True)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        return json.loads(done.stdout)["options"]
+
+    def test_stages_over_boxes_run_as_they_are_planned(self):
+        option = self.cluster("stages", "--stages", "2", "--batch", "1", "--recompute", "false")[0]
+        self.assertEqual((option["pipeline"], option["boundary_bytes"]), (2, 2 * 256 * MODEL["hidden_size"]))
+        self.assertEqual([shlex.split(line)[4] for line in option["launch"]], ["0", "1"])
+        with Ranks(self.command("stages", "--print-plan"), 2) as ranks:
+            self.assertEqual(ranks.wait(100), [0, 0], ranks.err(0) + ranks.err(1))
+            told = ranks.out(0)
+        self.assertIn(f"{min(4, 2 + option['ahead'])} micro batches under way", told)
+        planned = re.findall(r"memory: ([0-9.]+) ([KMG]iB) of the host's memory are planned", told)
+        self.assertEqual(len(planned), 2, told)
+        for (number, unit), box in zip(planned, option["boxes"]):
+            self.assertLess(abs(float(number) * UNITS[unit] - box["host_bytes"]), 12 << 20, told)
+        with Ranks(self.command("stages"), 2) as ranks:
+            self.assertEqual(ranks.wait(100), [0, 0], ranks.err(0) + ranks.err(1))
+        self.assertEqual({row["pipeline_sent_bytes"] for row in self.rows("stages")}, {option["boundary_bytes"]})
+
     def test_two_ranks_as_plan_says_that_they_are_started(self):
         flags = ["--method", "su+o", "--ranks", "2", "--accumulation", "4", "--overlap", "late"]
         plan = self.plan("ranks", *flags, devices=2)

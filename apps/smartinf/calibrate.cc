@@ -24,6 +24,7 @@
 #include "smartinf/storage/tuning.h"
 #include "smartinf/train/product_rate.h"
 
+#include "apps/smartinf/calibrate_links.h"
 #include "apps/smartinf/commands.h"
 #include "apps/smartinf/decode_rate.h"
 #include "apps/smartinf/loopback_rate.h"
@@ -38,6 +39,8 @@ struct CalibrateFlags {
   std::string out = "machine.toml";
   std::string gpu;
   std::string name = "this-machine";
+  std::string save = "cluster.toml";
+  bool links = false;
   bool json = false;
 };
 
@@ -110,13 +113,20 @@ double rounded(double value) {
 
 /// Before some seconds of measuring, not after.
 base::Status check_flags(const CalibrateFlags& flags) {
-  const std::filesystem::path folder = std::filesystem::absolute(flags.out).parent_path();
+  if (flags.devices.empty() && !flags.links) {
+    return base::Status(base::ErrorCode::kInvalidArgument, "--device is required",
+                        "Name a directory on each drive that will be a device.");
+  }
+  const std::filesystem::path folder =
+      std::filesystem::absolute(flags.links ? flags.save : flags.out).parent_path();
   std::error_code error;
   if (!std::filesystem::is_directory(folder, error)) {
     base::ErrorPlace place;
     place.path = folder.string();
-    return base::Status(base::ErrorCode::kNotFound, "--out: its directory does not exist",
-                        "Make the directory, or choose another --out.", std::move(place));
+    return base::Status(
+        base::ErrorCode::kNotFound,
+        fmt::format("--{}: its directory does not exist", flags.links ? "save" : "out"),
+        "Make the directory, or choose another file.", std::move(place));
   }
   for (const std::string& path : flags.devices) SI_RETURN_IF_ERROR(check_directory(path));
   if (!flags.gpu.empty()) return sim::gpu_preset(flags.gpu).status();
@@ -375,6 +385,17 @@ void print_rates(const sim::Machine& machine, const CoreRates& rates) {
 int run_calibrate(const CalibrateFlags& flags) {
   const base::Status good = check_flags(flags);
   if (!good.ok()) return report(good, kExitUsage);
+  if (flags.links) {
+    LinksJob job{flags.save, flags.name, nullptr};
+    if (!flags.devices.empty()) {
+      job.machine = [&]() -> base::Result<std::string> {
+        CoreRates rates;
+        SI_ASSIGN_OR_RETURN(const sim::Machine machine, measure_machine(flags, rates));
+        return sim::machine_to_toml(machine);
+      };
+    }
+    return run_links(job);
+  }
   CoreRates rates;
   const auto machine = measure_machine(flags, rates);
   if (!machine.ok()) {
@@ -403,8 +424,12 @@ void add_calibrate(CLI::App& app, Run& run) {
   command
       ->add_option("--device", flags->devices,
                    "Directory on each drive that will be a device; may be repeated")
-      ->required()
       ->type_name("DIR");
+  command->add_flag("--links", flags->links,
+                    "Measure the links between the boxes of ranks that torchrun has started, and "
+                    "each box if --device is given");
+  command->add_option("--save", flags->save, "With --links: cluster's file to write [cluster.toml]")
+      ->type_name("FILE");
   command->add_option("--out", flags->out, "Machine file to write [machine.toml]")
       ->type_name("FILE");
   command->add_option("--name", flags->name, "Name of the machine [this-machine]")
@@ -420,7 +445,9 @@ void add_calibrate(CLI::App& app, Run& run) {
       "nothing else runs.\n\n"
       "Examples:\n"
       "  smartinf calibrate --device /mnt/a --device /mnt/b --out machine.toml\n"
-      "  smartinf plan llama3-3B --machine ./machine.toml");
+      "  smartinf plan llama3-3B --machine ./machine.toml\n"
+      "  torchrun --nnodes 2 --node-rank N --master-addr HOST --master-port 29500 --no-python \\\n"
+      "    --nproc-per-node 1 smartinf calibrate --links --device /mnt/a --save cluster.toml");
   command->callback([flags, &run] { run = [flags] { return run_calibrate(*flags); }; });
 }
 

@@ -2,7 +2,6 @@
 #include <algorithm>
 #include <array>
 #include <cstdio>
-#include <fstream>
 #include <memory>
 #include <optional>
 #include <utility>
@@ -10,11 +9,13 @@
 #include <fmt/format.h>
 #include <nlohmann/json.hpp>
 
+#include "smartinf/base/file.h"
 #include "smartinf/base/units.h"
 #include "smartinf/sim/planner.h"
 #include "smartinf/train/options.h"
 
 #include "apps/smartinf/commands.h"
+#include "apps/smartinf/plan_cluster.h"
 #include "apps/smartinf/plan_distill.h"
 #include "apps/smartinf/plan_generation.h"
 #include "apps/smartinf/plan_table.h"
@@ -37,16 +38,9 @@ struct PlanFlags {
   std::string recipe;
   std::string precision = "bf16";
   std::string with;
+  std::string data;
   bool json = false;
 };
-
-base::Status write_text(const std::string& path, std::string_view text) {
-  std::ofstream file(path, std::ios::binary);
-  file.write(text.data(), static_cast<std::streamsize>(text.size()));
-  file.flush();
-  if (!file) return base::errno_status(errno, "cannot write", path);
-  return {};
-}
 
 /// The part of a run that stays in memory, and the part that streams; null where all weights stay
 /// where the model computes.
@@ -292,6 +286,16 @@ int run_plan(const PlanFlags& flags) {
     return run_generation_plan(question_flags, flags.json);
   }
   if (!flags.model.empty()) question_flags["model"] = flags.model;
+  if (question_flags.contains(kClusterFlag)) {
+    if (!flags.with.empty()) {
+      return report(
+          base::Status(base::ErrorCode::kInvalidArgument, "--with is given with --cluster",
+                       "A cluster is planned for `smartinf train`."),
+          kExitUsage);
+    }
+    return run_cluster(question_flags, flags.precision == "f32" ? 4 : 2, false,
+                       {flags.html, flags.recipe, flags.data, {}, flags.json});
+  }
   if (question_flags.find("machine") == question_flags.end()) {
     question_flags["machine"] = "workstation-gen4";
   }
@@ -319,7 +323,8 @@ int run_plan(const PlanFlags& flags) {
     table = std::move(*planned);
   }
   if (!flags.html.empty()) {
-    const base::Status written = write_text(flags.html, to_html(*plan));
+    const base::Status written =
+        base::write_text_file(flags.html, to_html(*plan), "cannot write the report");
     if (!written.ok()) return report(written);
   }
   if (flags.json) {
@@ -337,9 +342,10 @@ int run_plan(const PlanFlags& flags) {
   }
   std::fflush(stdout);  // before what may be wrong with the recipe
   if (!flags.recipe.empty()) {
-    const auto recipe = sim::plan_recipe(*plan);
+    const auto recipe = sim::plan_recipe(*plan, flags.data);
     if (!recipe.ok()) return report(recipe.status());
-    const base::Status written = write_text(flags.recipe, *recipe);
+    const base::Status written =
+        base::write_text_file(flags.recipe, *recipe, "cannot write the recipe");
     if (!written.ok()) return report(written);
   }
   return kExitDone;
@@ -362,6 +368,10 @@ void add_plan(CLI::App& app, Run& run) {
   command
       ->add_option("--recipe", flags->recipe,
                    "Recipe to write, of the recommended option, for train")
+      ->type_name("FILE");
+  command
+      ->add_option("--data", flags->data,
+                   "Tokens or texts that the recipe trains with [to be filled in]")
       ->type_name("FILE");
   command
       ->add_option(
@@ -388,6 +398,8 @@ void add_plan(CLI::App& app, Run& run) {
       "  smartinf plan llama3-8B --gpu H100 --gpus 2 --ranks 4 --machines 2 --machine my.toml\n"
       "  smartinf plan gpt2-33.0B --machine smartssd-a5000 --json\n"
       "  smartinf plan llama3-8B --accumulation 64 --table 3.2e8x160 --table-ids 8 --table-zipf 1\n"
+      "  smartinf plan llama3-8B --cluster cluster.toml --tokens-per-step 65536 --recipe "
+      "train.toml\n"
       "  smartinf plan --generate ./Qwen3-0.6B --context 32768 --sequences 64 --machine my.toml");
   add_plan_distill(*command, run);
   command->callback([flags, command, &run] {

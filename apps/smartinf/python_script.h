@@ -24,6 +24,8 @@ std::string_view tokenize_text_script();
 std::string_view write_tensorboard_script();
 /// plan.html, a static page that draws the plan it is given.
 std::string_view plan_page();
+/// plan_cluster.html, likewise of a cluster.
+std::string_view cluster_page();
 
 /// The way of a script's standard output. kAnswers: read_line() has it.
 enum class ScriptOutput : uint8_t { kShown, kAnswers };

@@ -79,6 +79,11 @@ constexpr std::array kFlags{
     Flag{"ranks", "N", "Processes of `smartinf train` that train together, each with a GPU [1]"},
     Flag{"machines", "N",
          "Machines of the described kind, with the same number of ranks on each [1]"},
+    Flag{kClusterFlag, "FILE",
+         "Cluster in place of a machine: boxes, and the links between them (docs/cluster.md)"},
+    Flag{"tokens-per-step", "N", "Tokens of a step of all ranks of a cluster"},
+    Flag{"stages", "N",
+         "Stages of a pipeline over a cluster, ranks.pipeline [as many as are fastest]"},
     Flag{"guess", "right|wrong",
          "Guess of an early update, that no gradient is clipped; after a wrong guess the update is "
          "made again [right]"},
@@ -190,6 +195,46 @@ Status apply_rank_flags(const SimFlags& flags, sim::StepOptions& options) {
   if (options.accumulation > 1 || options.ranks > 1) {
     options.weights = sim::ResidentStep{};
   }
+  return {};
+}
+
+/// The cluster, and what is asked about it.
+Status apply_cluster_flags(const SimFlags& flags, SimQuestion& question) {
+  const auto value_of = [&](const char* name) -> const std::string* {
+    const auto found = flags.find(name);
+    return found == flags.end() ? nullptr : &found->second;
+  };
+  const std::string* const file = value_of(kClusterFlag);
+  if (file == nullptr) {
+    for (const char* name : {"tokens-per-step", "stages"}) {
+      if (const std::string* text = value_of(name)) {
+        return bad_value(name, *text, "It is of a cluster: add --cluster FILE.");
+      }
+    }
+    return {};
+  }
+  for (const char* name :
+       {"machine", "gpu", "gpus", "devices", "ranks", "machines", "accumulation", "method",
+        "overlap", "guess", "ratio", "state-cache", "slots", "table"}) {
+    if (const std::string* text = value_of(name)) {
+      return bad_value(name, *text, "It is of a machine alone: leave it or --cluster out.");
+    }
+  }
+  const std::string* const tokens = value_of("tokens-per-step");
+  if (tokens == nullptr) {
+    return bad_value(kClusterFlag, *file, "Give --tokens-per-step N, for example 65536.");
+  }
+  SI_ASSIGN_OR_RETURN(question.cluster, sim::load_cluster(*file));
+  sim::ClusterRequest& request = question.cluster_request;
+  request.options = question.options;
+  SI_ASSIGN_OR_RETURN(request.tokens_per_step, count("tokens-per-step", *tokens));
+  if (const std::string* text = value_of("stages")) {
+    SI_ASSIGN_OR_RETURN(const uint64_t stages, count("stages", *text));
+    if (stages > 1024) return bad_value("stages", *text, "Give at most 1024.");
+    request.pipeline = static_cast<uint32_t>(stages);
+  }
+  if (value_of("batch") != nullptr) request.micro_batch = question.model.batch;
+  if (value_of("recompute") != nullptr) request.recompute = question.options.recompute;
   return {};
 }
 
@@ -518,6 +563,7 @@ Result<SimQuestion> apply_sim_flags(const SimFlags& flags) {
   }
   SI_RETURN_IF_ERROR(apply_rank_flags(flags, options));
   if (generates) SI_RETURN_IF_ERROR(apply_generation_flags(flags, question.generation));
+  SI_RETURN_IF_ERROR(apply_cluster_flags(flags, question));
   SI_ASSIGN_OR_RETURN(question.table, table_by(flags, options));
   return question;
 }

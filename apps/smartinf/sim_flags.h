@@ -11,6 +11,7 @@
 #include <CLI/CLI.hpp>
 
 #include "smartinf/base/status.h"
+#include "smartinf/sim/cluster_plan.h"
 #include "smartinf/sim/generation.h"
 #include "smartinf/sim/row_tables.h"
 #include "smartinf/sim/step.h"
@@ -23,6 +24,8 @@ struct SimQuestion {
   sim::Machine machine;
   sim::StepOptions options;           // of training
   sim::GenerationOptions generation;  // with --generate
+  std::optional<sim::Cluster> cluster;  // in place of the machine
+  sim::ClusterRequest cluster_request;  // with it
   std::optional<sim::RowTable> table;  // of training, beside the model; its ids are of one token
 };
 
@@ -31,6 +34,9 @@ using SimFlags = std::map<std::string, std::string, std::less<>>;
 
 /// With it a question is about generation, of this model.
 inline constexpr const char* kGenerateFlag = "generate";
+
+/// With it a question is about a cluster, in place of a machine.
+inline constexpr const char* kClusterFlag = "cluster";
 
 /// Adds the flags to a command; values land in `flags` when it is parsed.
 void add_sim_flags(CLI::App& command, SimFlags& flags);

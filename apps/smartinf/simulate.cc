@@ -14,6 +14,7 @@
 #include "smartinf/kernels/attention.h"
 
 #include "apps/smartinf/commands.h"
+#include "apps/smartinf/plan_cluster.h"
 #include "apps/smartinf/plan_table.h"
 #include "apps/smartinf/sim_flags.h"
 #include "apps/smartinf/trace_file.h"
@@ -249,19 +250,6 @@ int run_sweep(const SimulateFlags& flags) {
   return kExitDone;
 }
 
-Status write_spans(const std::string& path, const std::vector<sim::Span>& spans) {
-  csd::Trace trace(static_cast<uint32_t>(spans.size()));
-  std::map<std::string, uint32_t> tracks;  // in the order of their names
-  for (const sim::Span& span : spans) tracks.emplace(span.lane, 0);
-  for (auto& [lane, track] : tracks) track = trace.add_track({lane, lane, "span"});
-  const auto ns = [](double seconds) { return static_cast<uint64_t>(std::llround(seconds * 1e9)); };
-  for (uint64_t i = 0; i < spans.size(); ++i) {
-    const sim::Span& span = spans[i];
-    trace.record({span.name.c_str(), tracks.at(span.lane), i, ns(span.start_s), ns(span.end_s)});
-  }
-  return write_trace(path, trace);
-}
-
 int run_list() {
   fmt::print("models:   {}\n", fmt::join(sim::model_preset_names(), " "));
   fmt::print("machines: {}\n", fmt::join(sim::machine_preset_names(), " "));
@@ -271,6 +259,16 @@ int run_list() {
 
 int run_simulate(const SimulateFlags& flags) {
   if (flags.list) return run_list();
+  if (flags.question.contains(kClusterFlag)) {
+    if (!flags.sweep.empty() || flags.print_machine) {
+      return report(Status(ErrorCode::kInvalidArgument,
+                           fmt::format("{} is given with --cluster",
+                                       flags.print_machine ? "--print-machine" : "--sweep"),
+                           "It is for a machine alone."),
+                    kExitUsage);
+    }
+    return run_cluster(flags.question, 2, true, {{}, {}, {}, flags.trace, flags.json});
+  }
   if (!flags.sweep.empty()) return run_sweep(flags);
   auto question = apply_sim_flags(flags.question);
   if (!question.ok()) return report(question.status(), kExitUsage);
@@ -344,6 +342,7 @@ void add_simulate(CLI::App& app, Run& run) {
       "  smartinf simulate --model gpt2-4.0B --sweep devices=1..10 --method su+o\n"
       "  smartinf simulate --model llama3-8B --machine workstation-gen5 --overlap early\n"
       "  smartinf simulate --model gpt2-4.0B --method su+o --trace step.json\n"
+      "  smartinf simulate --model llama3-1B --cluster cluster.toml --tokens-per-step 65536\n"
       "  smartinf simulate --generate llama3-8B --context 32768 --sweep devices=1..8");
   add_simulate_memory(*command, run);
   command->callback([flags, command, &run] {

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <cerrno>
+#include <cmath>
 #include <fstream>
 #include <map>
 #include <vector>
@@ -140,6 +141,19 @@ base::Status write_trace(const std::string& path, const csd::Trace& trace) {
   out.close();
   if (!out) return base::errno_status(errno, "cannot write the trace", path);
   return base::Status();
+}
+
+base::Status write_spans(const std::string& path, const std::vector<sim::Span>& spans) {
+  csd::Trace trace(static_cast<uint32_t>(spans.size()));
+  std::map<std::string, uint32_t> tracks;  // in the order of their names
+  for (const sim::Span& span : spans) tracks.emplace(span.lane, 0);
+  for (auto& [lane, track] : tracks) track = trace.add_track({lane, lane, "span"});
+  const auto ns = [](double seconds) { return static_cast<uint64_t>(std::llround(seconds * 1e9)); };
+  for (uint64_t i = 0; i < spans.size(); ++i) {
+    const sim::Span& span = spans[i];
+    trace.record({span.name.c_str(), tracks.at(span.lane), i, ns(span.start_s), ns(span.end_s)});
+  }
+  return write_trace(path, trace);
 }
 
 }  // namespace smartinf::apps

@@ -2,9 +2,11 @@
 #pragma once
 
 #include <string>
+#include <vector>
 
 #include "smartinf/base/status.h"
 #include "smartinf/csd/trace.h"
+#include "smartinf/sim/step.h"
 
 namespace smartinf::apps {
 
@@ -14,5 +16,7 @@ namespace smartinf::apps {
 /// and kind ("read, state bytes"). How many events were dropped is in otherData. Errors: the file
 /// cannot be written.
 base::Status write_trace(const std::string& path, const csd::Trace& trace);
+/// Of simulated spans.
+base::Status write_spans(const std::string& path, const std::vector<sim::Span>& spans);
 
 }  // namespace smartinf::apps

@@ -1,9 +1,19 @@
 #include "smartinf/plan/stages.h"
 
 #include <algorithm>
+#include <charconv>
 #include <limits>
+#include <numeric>
+#include <optional>
+#include <utility>
+
+#include <fmt/format.h>
 
 #include "smartinf/base/check.h"
+#include "smartinf/base/units.h"
+#include "smartinf/plan/pipeline_schedule.h"
+#include "smartinf/plan/stage_plan.h"
+#include "smartinf/plan/training_memory.h"
 
 namespace smartinf::plan {
 
@@ -43,6 +53,101 @@ double unit_cost(const StageCosts& model, uint32_t unit) {
   if (unit == 0) return 0;
   if (unit + 1 == model.units.size()) return static_cast<double>(model.head_matrix);
   return static_cast<double>(one.count + one.layers * model.sequence * model.width);
+}
+
+namespace {
+
+/// The numbers of "9, 8, 8, 7"; nothing where it is no such list.
+std::optional<std::vector<uint32_t>> numbers_of(std::string_view text) {
+  std::vector<uint32_t> numbers;
+  for (const char *at = text.data(), *end = at + text.size();;) {
+    while (at != end && *at == ' ') ++at;
+    const auto [behind, error] = std::from_chars(at, end, numbers.emplace_back());
+    if (error != std::errc()) return std::nullopt;
+    at = std::find_if(behind, end, [](char c) { return c != ' '; });
+    if (at == end) return numbers;
+    if (*at++ != ',') return std::nullopt;
+  }
+}
+
+}  // namespace
+
+base::Result<std::vector<uint32_t>> divide_units(const StageCosts& model, uint32_t stages,
+                                                 std::string_view split) {
+  const auto invalid = [](std::string what, std::string advice) {
+    return base::Status(base::ErrorCode::kInvalidArgument, std::move(what), std::move(advice));
+  };
+  const auto count = static_cast<uint32_t>(model.units.size());
+  if (count < stages) {
+    return invalid(fmt::format("ranks.pipeline is {}, but the model has {} parts to divide: the "
+                               "embedding, {} groups of layers and the head",
+                               stages, count, count - 2),
+                   fmt::format("Set it to {} at most", count));
+  }
+  if (split.empty()) {
+    return split_units(count, stages, [&](uint32_t first, uint32_t end) {
+      double sum = 0;
+      for (uint32_t unit = first; unit < end; ++unit) sum += unit_cost(model, unit);
+      return sum;
+    });
+  }
+  const auto layers_of = [](uint32_t sum, const Unit& unit) { return sum + unit.layers; };
+  const uint32_t all = std::accumulate(model.units.begin(), model.units.end(), 0u, layers_of);
+  const std::optional<std::vector<uint32_t>> layers = numbers_of(split);
+  if (!layers || layers->size() != stages ||
+      std::accumulate(layers->begin(), layers->end(), 0u) != all) {
+    return invalid(fmt::format("ranks.split is \"{}\"", split),
+                   fmt::format("Give the layers of each of the {} stages, with commas; together "
+                               "they are {}",
+                               stages, all));
+  }
+  std::vector<uint32_t> begins{0};
+  uint32_t unit = 1;  // behind the embedding
+  for (uint32_t stage = 0; stage + 1 < stages; ++stage) {
+    uint32_t left = (*layers)[stage];
+    for (; left > 0 && unit + 1 < count && model.units[unit].layers <= left; ++unit) {
+      left -= model.units[unit].layers;
+    }
+    if (left > 0 || (stage > 0 && unit == begins.back())) {
+      return invalid(fmt::format("ranks.split is \"{}\", and stage {} of it {}", split, stage,
+                                 left > 0 ? "ends within a group of layers that is computed at once"
+                                          : "has no layer"),
+                     fmt::format("Take multiples of {} layers", model.units[1].layers));
+    }
+    begins.push_back(unit);
+  }
+  begins.push_back(count);
+  return begins;
+}
+
+void take_stage(const Pipeline& pipeline, TrainingMemoryInput& memory) {
+  TrainingModel& model = memory.model;
+  const uint64_t layers = std::exchange(model.layers, 0);
+  model.parameters = 0;
+  for (const uint32_t unit : pipeline.units(model.tied)) {
+    model.parameters += memory.units[unit].count;
+    model.layers += memory.units[unit].layers;
+  }
+  model.adapters = model.adapters * model.layers / layers;
+  if (!pipeline.last()) model.vocabulary = 0;
+  const uint64_t batches = base::divide_up(memory.accumulation, pipeline.stages.replicas);
+  memory.ranks = pipeline.stages.replicas;
+  memory.in_flight =
+      pipeline_in_flight(pipeline.stages.count(), pipeline.stage(), batches, pipeline.ahead);
+  memory.messages = 4 * (1 + pipeline.ahead);
+}
+
+uint32_t most_ahead(std::span<const AheadCost> costs) {
+  constexpr size_t kChoices = kPipelineAheadMax + 1;
+  uint32_t ahead = kPipelineAheadMax;
+  const auto costs_nothing = [&] {
+    for (size_t rank = 0; rank < costs.size(); rank += kChoices) {
+      if (costs[rank + ahead] != costs[rank]) return false;
+    }
+    return true;
+  };
+  while (ahead > 0 && !costs_nothing()) --ahead;
+  return ahead;
 }
 
 std::vector<uint32_t> Pipeline::units(bool tied) const {

@@ -5,6 +5,8 @@
 
 #include <gtest/gtest.h>
 
+#include "smartinf/plan/stage_plan.h"
+
 namespace smartinf::plan {
 namespace {
 
@@ -49,12 +51,31 @@ TEST(Stages, ALargeHeadTakesTheLayersOfItsStage) {
   // 12 layers of GPT-2 small with its vocabulary, whose head is as much as 5.4 layers.
   const std::vector<Unit> units = make_units({38'597'376 + 786'432, 7'087'872, 12, 1536});
   const StageCosts model{units, 768, 38'597'376, 1024};
-  const auto begins = split_units(14, 2, [&](uint32_t first, uint32_t end) {
-    double sum = 0;
-    for (uint32_t unit = first; unit < end; ++unit) sum += unit_cost(model, unit);
-    return sum;
-  });
-  EXPECT_EQ(begins, (std::vector<uint32_t>{0, 9, 14}));  // 8 layers, and 4 with the head
+  const auto begins = divide_units(model, 2);
+  EXPECT_EQ(*begins, (std::vector<uint32_t>{0, 9, 14}));  // 8 layers, and 4 with the head
+}
+
+TEST(Stages, ASplitSaysTheLayersOfEachStage) {
+  const std::vector<Unit> units{
+      {0, 9, 0, 0}, {9, 2, 0, 2}, {11, 2, 2, 2}, {13, 1, 4, 1}, {14, 9, 0, 0}};
+  const StageCosts model{units, 1, 9, 1};
+  EXPECT_EQ(*divide_units(model, 2, "2, 3"), (std::vector<uint32_t>{0, 2, 5}));
+  EXPECT_EQ(*divide_units(model, 3, "0,4,1"), (std::vector<uint32_t>{0, 1, 3, 5}));
+  EXPECT_EQ(*divide_units(model, 2, " 5 , 0 "), (std::vector<uint32_t>{0, 4, 5}));
+  for (const char* wrong : {"5", "2, 2", "2, 3,", "2 3", "-1, 6", "3, 2", "x", "4, 0, 1"}) {
+    const auto begins = divide_units(model, std::string_view(wrong).size() == 7 ? 3 : 2, wrong);
+    EXPECT_FALSE(begins.ok()) << wrong;
+    EXPECT_NE(begins.status().what().find("ranks.split"), std::string::npos) << wrong;
+  }
+  EXPECT_FALSE(divide_units(model, 6).ok());
+}
+
+TEST(Stages, AsManyMicroBatchesAheadAsCostNoRankAnything) {
+  using enum AheadCost;
+  EXPECT_EQ(most_ahead(std::vector{kKeeps, kKeeps, kRecomputes, kKeeps, kKeeps, kKeeps}), 1u);
+  EXPECT_EQ(most_ahead(std::vector{kKeeps, kKeeps, kKeeps, kRecomputes, kDoesNotFit, kDoesNotFit}),
+            0u);
+  EXPECT_EQ(most_ahead(std::vector{kRecomputes, kRecomputes, kRecomputes}), 2u);
 }
 
 TEST(Stages, RanksOfAStageAreNextToEachOther) {

@@ -8,6 +8,7 @@
 #include "smartinf/plan/memory_plan.h"
 #include "smartinf/plan/rank_share.h"
 #include "smartinf/plan/slots.h"
+#include "smartinf/plan/stage_plan.h"
 #include "smartinf/sim/one_rank.h"
 
 namespace smartinf::sim {
@@ -115,13 +116,13 @@ std::vector<plan::Unit> python_units(const ModelShape& model) {
 }
 
 /// Decides what stays in memory and what streams, from the same inputs as train::plan_run. Sets the
-/// padding of slots in memory. buffers_budget: engine.memory_budget.
-plan::TrainingPlan place(plan::TrainingMemoryInput& memory, const Machine& machine,
-                         const StepOptions& options, const TrainingUse& use,
+/// padding of slots in memory. parameters: of the whole model; memory.model is a stage's of a
+/// pipeline. buffers_budget: engine.memory_budget.
+plan::TrainingPlan place(plan::TrainingMemoryInput& memory, uint64_t parameters,
+                         const Machine& machine, const StepOptions& options, const TrainingUse& use,
                          uint64_t buffers_budget) {
   plan::TrainingPlanInput input;
   const Software& software = machine.software;
-  const uint64_t parameters = memory.model.parameters;
   uint64_t optimizer_bytes = memory.optimizer_bytes;
   if (!use.in_memory) {
     const bool compressed = host_selects(machine, options);
@@ -153,6 +154,11 @@ plan::TrainingPlan place(plan::TrainingMemoryInput& memory, const Machine& machi
   } else {
     input.spools = machine.device_count() >= options.ranks / options.machines;
   }
+  if (memory.model.parameters != parameters) {  // what its stage adds up, whoever has the state
+    input.gradient_bytes = std::max(input.gradient_bytes,
+                                    gradient_bytes_of(machine, options) * memory.model.parameters);
+    input.streams = base::Status(base::ErrorCode::kUnsupported, "a stage keeps all in memory");
+  }
   if (machine.host.memory_bytes > 0) input.host_limit_bytes = host_limit_bytes(machine, options);
   if (memory.gpu && machine.gpu.memory_bytes > 0) {
     input.accelerator_limit_bytes = machine.gpu.memory_bytes;
@@ -169,10 +175,10 @@ plan::TrainingPlan place_streamed(plan::TrainingMemoryInput& memory, const Machi
   const uint64_t least = 64 * base::kMiB * (3 + 5 * uint64_t{machine.device_count()}) / 8;
   const uint64_t limit = host_limit_bytes(machine, options);
   uint64_t buffers = plan::kMemoryBudgetBytes;
-  plan::TrainingPlan plan = place(memory, machine, options, use, buffers);
+  plan::TrainingPlan plan = place(memory, memory.model.parameters, machine, options, use, buffers);
   while (limit > 0 && plan.memory.host_bytes > limit && buffers > least) {
     buffers = std::max(least, buffers / 2);
-    plan = place(memory, machine, options, use, buffers);
+    plan = place(memory, memory.model.parameters, machine, options, use, buffers);
   }
   const uint32_t stay = plan.placement.in_memory;
   const uint64_t slots =
@@ -195,7 +201,7 @@ std::string use_name(const TrainingUse& use) {
 }
 
 MemoryNeed memory_need(const ModelShape& model, const Machine& machine, const StepOptions& options,
-                       const TrainingUse& use) {
+                       const TrainingUse& use, const plan::Pipeline& pipeline) {
   // Python with torch and transformers beside what the machine file says of a program with torch.
   constexpr uint64_t kTransformersBytes = 330'000'000;
   constexpr uint64_t kProcessBytes = 420'000'000;  // where the machine file says nothing
@@ -221,9 +227,11 @@ MemoryNeed memory_need(const ModelShape& model, const Machine& machine, const St
   if (input.gpu) input.process_bytes += kCudaHostBytes;
   MemoryNeed need;
   input.units = need.units = python ? python_units(model) : model.units();
+  if (pipeline.on()) plan::take_stage(pipeline, input);
   input.gradient_copies_elements = plan::gradient_copies_elements(input.model, input.units);
-  need.plan = use.streamed ? place_streamed(input, machine, options, use, need.memory_budget)
-                           : place(input, machine, options, use, plan::kMemoryBudgetBytes);
+  need.plan = use.streamed
+                  ? place_streamed(input, machine, options, use, need.memory_budget)
+                  : place(input, parameters, machine, options, use, plan::kMemoryBudgetBytes);
   input.placement = need.plan.placement;
   input.inputs_in_memory = need.plan.inputs_in_memory;
   if (!need.plan.streams) input.units.clear();
@@ -238,7 +246,7 @@ MemoryNeed memory_need(const ModelShape& model, const Machine& machine, const St
   if (more_ranks > 0) need.host_parts.push_back({"the other ranks", of_more});
 
   const uint64_t gradients =
-      compressed_here || use.in_memory
+      compressed_here || use.in_memory || pipeline.on()
           ? 0
           : of_one_rank(gradient_bytes_of(machine, options) * parameters, machine, options);
   const bool spilled = need.gradients_spilled = need.plan.gradient_memory_bytes < gradients;
@@ -257,10 +265,13 @@ MemoryNeed memory_need(const ModelShape& model, const Machine& machine, const St
   const double state = state_bytes_per_parameter(options.rule, options.format);
   double kept = 2 * (state + (compressed_here ? kResidualBytes : 0));
   if (spilled) kept += static_cast<double>(gradient_bytes_of(machine, options));
-  need.drive_bytes =
-      static_cast<uint64_t>(kept * static_cast<double>(share_of(parameters, machine, options))) +
-      base::divide_up(need.plan.spool_bytes,
-                      std::max<uint64_t>(1, devices_of_one(machine, options)));
+  const uint64_t of_drive =
+      pipeline.on() ? base::divide_up(input.model.parameters,
+                                      pipeline.stages.replicas * devices_of_one(machine, options))
+                    : share_of(parameters, machine, options);
+  need.drive_bytes = static_cast<uint64_t>(kept * static_cast<double>(of_drive)) +
+                     base::divide_up(need.plan.spool_bytes,
+                                     std::max<uint64_t>(1, devices_of_one(machine, options)));
   return need;
 }
 

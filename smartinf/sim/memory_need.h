@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "smartinf/plan/stages.h"
 #include "smartinf/plan/training_memory.h"
 #include "smartinf/sim/machine.h"
 #include "smartinf/sim/step.h"
@@ -53,10 +54,11 @@ struct MemoryNeed {
                                          : 0;
   }
 };
+/// pipeline: of one rank's stage, where each of options.ranks is a machine of its own.
 /// host_bytes is counted with all buffers that engine.memory_budget allows, as `smartinf train`
 /// does before it starts; expected_host_bytes with the slots that the machine file says.
 MemoryNeed memory_need(const ModelShape& model, const Machine& machine, const StepOptions& options,
-                       const TrainingUse& use);
+                       const TrainingUse& use, const plan::Pipeline& pipeline = {});
 
 /// The options with what of the plan a step has to know.
 StepOptions with_plan(StepOptions options, const MemoryNeed& need);

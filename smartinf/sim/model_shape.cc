@@ -190,6 +190,7 @@ uint64_t ModelShape::parameters() const {
 }
 
 double ModelShape::active_parameters() const {
+  if (layers == 0) return 0;
   if (!counts) {
     return static_cast<double>(hidden) *
            static_cast<double>(2 * (heads + kv_heads) * head_size + feed_forward * (gated ? 3 : 2));
@@ -204,6 +205,28 @@ ModelShape ModelShape::with_layers(uint64_t fewer) const {
   model.layers = fewer;
   if (model.counts) model.counts->layers.resize(fewer);
   if (model.architecture) model.architecture->layers = static_cast<uint32_t>(fewer);
+  return model;
+}
+
+ModelShape ModelShape::stage(uint32_t begin, uint32_t end) const {
+  const std::vector<plan::Unit> all = units();
+  model::ConfigCounts part;
+  if (begin == 0) part.embedding = embedding_parameters();
+  if (end == all.size()) part.head = head_parameters();
+  for (uint32_t unit = begin; unit < end; ++unit) {
+    for (uint64_t l = all[unit].first_layer; l < all[unit].first_layer + all[unit].layers; ++l) {
+      part.layers.push_back(counts ? counts->layers[l]
+                                   : model::LayerCount{layer_parameters(l),
+                                                       static_cast<uint64_t>(active_parameters()),
+                                                       0, true});
+    }
+  }
+  ModelShape model = *this;
+  model.whole = false;
+  model.layers = part.layers.size();
+  if (end < all.size()) model.vocabulary = 0;
+  model.architecture.reset();
+  model.counts = std::move(part);
   return model;
 }
 
@@ -256,7 +279,7 @@ plan::ParameterSpace ModelShape::space() const {
 
 double ModelShape::layer_forward_flops() const {
   double attending = 1;
-  if (counts) {
+  if (counts && layers > 0) {
     const auto attends = [](const model::LayerCount& layer) { return layer.attends; };
     attending = static_cast<double>(std::ranges::count_if(counts->layers, attends)) /
                 static_cast<double>(layers);
@@ -388,10 +411,10 @@ Status check_model(const ModelShape& model) {
     uint64_t value;
   };
   for (const auto& [name, value] :
-       {Named{"layers", model.layers}, Named{"hidden", model.hidden}, Named{"heads", model.heads},
-        Named{"kv-heads", model.kv_heads}, Named{"head size", model.head_size},
-        Named{"feed-forward", model.feed_forward}, Named{"sequence", model.sequence},
-        Named{"batch", model.batch}}) {
+       {Named{"layers", model.whole ? model.layers : 1}, Named{"hidden", model.hidden},
+        Named{"heads", model.heads}, Named{"kv-heads", model.kv_heads},
+        Named{"head size", model.head_size}, Named{"feed-forward", model.feed_forward},
+        Named{"sequence", model.sequence}, Named{"batch", model.batch}}) {
     if (value == 0) return fail(fmt::format("{} is zero", name), "Give at least 1.");
     if (value > (uint64_t{1} << 24)) {
       return fail(fmt::format("{} is {}, which no machine of today holds", name, value),

@@ -38,6 +38,7 @@ struct ModelShape {
   std::string folder;  // config.json's, where weights are beside it
   uint64_t sequence = 1024;
   uint64_t batch = 4;
+  bool whole = true;  // false: a stage, which may have no layer
 
   uint64_t tokens() const { return sequence * batch; }
   uint64_t layer_parameters(uint64_t layer = 0) const;
@@ -48,6 +49,8 @@ struct ModelShape {
   double active_parameters() const;
   /// With fewer layers.
   ModelShape with_layers(uint64_t fewer) const;
+  /// A stage of a pipeline: the model's units from `begin` to `end`. For simulate_step alone.
+  ModelShape stage(uint32_t begin, uint32_t end) const;
   /// In the order and shapes in which `smartinf train` has them. For models of check_model().
   plan::ParameterSpace space() const;
 

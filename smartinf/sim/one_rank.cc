@@ -127,17 +127,14 @@ Status check_ranks(const Machine& machine, const StepOptions& options) {
   return {};
 }
 
-OneRank one_rank(const Machine& machine, const StepOptions& options) {
-  OneRank one{machine, options, {}};
-  if (options.ranks == 1) return one;
-  const uint32_t here = options.ranks / options.machines;
-  const auto devices = devices_of_ranks(machine, here);
+Machine part_of_machine(const Machine& machine, uint32_t ranks, double* share) {
+  const auto devices = devices_of_ranks(machine, ranks);
   const auto most = std::max_element(
       devices.begin(), devices.end(),
       [](const auto& a, const auto& b) { return bandwidth_of(a) < bandwidth_of(b); });
   const double part = bandwidth_of(*most) / bandwidth_of(machine.each_device());
-  one.exchange = exchange_of(machine, options, part / options.machines);
-  Machine& rank = one.machine;
+  if (share != nullptr) *share = part;
+  Machine rank = machine;
   rank.devices.clear();
   const DeviceGroup* last = nullptr;
   for (const DeviceGroup* device : *most) {
@@ -148,12 +145,21 @@ OneRank one_rank(const Machine& machine, const StepOptions& options) {
     if (device->remote)
       group.link_bytes_per_s = device->link_bytes_per_s * group.count / device->count;
   }
-  rank.host.memory_bytes /= here;
+  rank.host.memory_bytes /= ranks;
   rank.host.link_bytes_per_s *= part;
   rank.host.update_bytes_per_s *= part;
   rank.host.weights_bytes_per_s *= part;
-  rank.network.bytes_per_s /= here;
-  share_gpus(rank.gpu, here);
+  rank.network.bytes_per_s /= ranks;
+  share_gpus(rank.gpu, ranks);
+  return rank;
+}
+
+OneRank one_rank(const Machine& machine, const StepOptions& options) {
+  OneRank one{machine, options, {}};
+  if (options.ranks == 1) return one;
+  double part = 1;
+  one.machine = part_of_machine(machine, options.ranks / options.machines, &part);
+  one.exchange = exchange_of(machine, options, part / options.machines);
   one.options.ranks = one.options.machines = 1;
   one.options.accumulation =
       static_cast<uint32_t>(base::divide_up(options.accumulation, options.ranks));
@@ -164,6 +170,7 @@ OneRank one_rank(const Machine& machine, const StepOptions& options) {
 }
 
 uint64_t devices_of_all(const Machine& machine, const StepOptions& options) {
+  if (options.devices > 0) return options.devices;
   return uint64_t{std::max(1u, machine.device_count())} * options.machines;
 }
 

@@ -33,6 +33,10 @@ struct OneRank {
 /// for what the ranks of `smartinf train` do not do.
 base::Status check_ranks(const Machine& machine, const StepOptions& options);
 
+/// The part of a machine that one of its ranks has: of those with the most devices. share: of its
+/// devices' rates; may be null.
+Machine part_of_machine(const Machine& machine, uint32_t ranks, double* share = nullptr);
+
 /// options.ranks that were checked; of one rank everything.
 OneRank one_rank(const Machine& machine, const StepOptions& options);
 

@@ -4,6 +4,7 @@
 
 #include "smartinf/base/units.h"
 #include "smartinf/plan/rank_share.h"
+#include "smartinf/sim/cluster_plan.h"
 #include "smartinf/sim/one_rank.h"
 #include "smartinf/sim/planner.h"
 
@@ -25,43 +26,77 @@ std::string limits_text(const Machine& machine, const StepOptions& options) {
   return text;
 }
 
-/// The [[device]] tables of all machines, each with the rank that drives it.
-std::string devices_text(const Machine& machine, const StepOptions& options) {
-  std::string text;
-  if (machine.has_remote()) {
-    text += "\n[remote]\ncertificate = \"client.crt\"\nkey = \"client.key\"\nca = \"ca.crt\"\n";
-  }
-  const uint32_t ranks = options.ranks / options.machines;
-  for (uint32_t m = 0, server = 0; m < options.machines; ++m) {
+/// Where a device of a machine is: the file's own name where that is a path.
+std::string device_path(const DeviceGroup& group, uint32_t of_group, uint32_t of_machine) {
+  if (!group.name.starts_with('/')) return fmt::format("/mnt/drive-{}/smartinf", of_machine);
+  return group.count == 1 ? group.name : fmt::format("{}-{}", group.name, of_group);
+}
+
+/// The [[device]] tables of some machines, one after another, each with the rank that drives it.
+class DevicesText {
+ public:
+  /// ranks: of the machine; of one rank in all none is named.
+  void add(const Machine& machine, uint32_t ranks, bool alone) {
+    remote_ = remote_ || machine.has_remote();
     uint32_t device = 0;  // of the machine
     for (const DeviceGroup& group : machine.devices) {
       for (uint32_t d = 0; d < group.count; ++d, ++device) {
-        text += group.remote
-                    ? fmt::format("\n[[device]]\npath = \"grpc://server-{}:7443/drive-{}\"\n",
-                                  server, d)
-                    : fmt::format("\n[[device]]\npath = \"/mnt/drive-{}/smartinf\"\n", device);
-        if (options.ranks == 1) continue;
-        text += fmt::format(
-            "rank = {}\n", m * ranks + plan::rank_of_device(device, machine.device_count(), ranks));
+        text_ +=
+            fmt::format("\n[[device]]\npath = \"{}\"\n",
+                        group.remote ? fmt::format("grpc://server-{}:7443/drive-{}", server_, d)
+                                     : device_path(group, d, device));
+        if (alone) continue;
+        text_ +=
+            fmt::format("rank = {}\n",
+                        first_rank_ + plan::rank_of_device(device, machine.device_count(), ranks));
       }
-      server += group.remote ? 1 : 0;
+      server_ += group.remote ? 1 : 0;
     }
+    first_rank_ += ranks;
   }
-  return text;
+  std::string text() const {
+    return (remote_ ? "\n[remote]\ncertificate = \"client.crt\"\nkey = \"client.key\"\nca = "
+                      "\"ca.crt\"\n"
+                    : "") +
+           text_;
+  }
+
+ private:
+  std::string text_;
+  bool remote_ = false;
+  uint32_t first_rank_ = 0;
+  uint32_t server_ = 0;
+};
+
+std::string torchrun_line(uint32_t boxes, std::string_view node, std::string_view host,
+                          uint32_t ranks, std::string_view recipe) {
+  const std::string nodes =
+      boxes == 1 ? ""
+                 : fmt::format("--nnodes {} --node-rank {} --master-addr {} --master-port 29500 ",
+                               boxes, node, host);
+  return fmt::format("torchrun {}--no-python --nproc-per-node {} smartinf train {}", nodes, ranks,
+                     recipe);
 }
 
 }  // namespace
 
 std::string launch_line(const StepOptions& options, std::string_view recipe) {
   if (options.ranks == 1) return {};
-  const uint32_t ranks = options.ranks / options.machines;
-  if (options.machines == 1) {
-    return fmt::format("torchrun --no-python --nproc-per-node {} smartinf train {}", ranks, recipe);
+  return torchrun_line(options.machines, "N", "HOST", options.ranks / options.machines, recipe) +
+         (options.machines == 1 ? "" : " (on each machine, N from 0; HOST is the first)");
+}
+
+std::vector<std::string> cluster_launch(const ClusterPlan& plan, const ClusterOption& option,
+                                        std::string_view recipe) {
+  std::vector<std::string> lines;
+  const auto boxes = static_cast<uint32_t>(option.order.size());
+  const Box& first = plan.cluster.boxes[option.order.front()];
+  if (boxes == 1 && first.ranks == 1) return {fmt::format("smartinf train {}", recipe)};
+  for (uint32_t node = 0; node < boxes; ++node) {
+    lines.push_back(torchrun_line(boxes, std::to_string(node), first.name,
+                                  plan.cluster.boxes[option.order[node]].ranks, recipe));
   }
-  return fmt::format(
-      "torchrun --nnodes {} --node-rank N --master-addr HOST --master-port 29500 --no-python "
-      "--nproc-per-node {} smartinf train {} (on each machine, N from 0; HOST is the first)",
-      options.machines, ranks, recipe);
+  return lines;
 }
 
 Status check_train_can(const ModelShape& model) {
@@ -109,9 +144,60 @@ std::string model_text(const ModelShape& model) {
       shape.tied_head, shape.rope.base, shape.norm_eps, shape.init_std);
 }
 
+/// What of a recipe follows from a plan, whatever it is for.
+struct RecipeParts {
+  const ModelShape& model;
+  const StepOptions& options;
+  const MemoryNeed& need;
+  const Machine& machine;
+  std::string head;    // comments
+  std::string limits;  // of [memory]
+  std::string more;    // sections
+  std::string devices;
+  std::string data;  // empty: to be filled in
+  bool recompute = true;
+  bool overlap = false;  // it was asked for
+};
+
+std::string recipe_text(const RecipeParts& parts) {
+  const StepOptions& options = parts.options;
+  const bool keys = parts.model.folder.empty() && keys_say(parts.model);
+  std::string data = parts.data;
+  if (data.empty()) data = keys ? "tokens.bin" : "chats.jsonl";
+  std::string text = fmt::format(
+      "{}\n{}\n[data]\npaths = [\"{}\"]\nsequence = {}\n\n"
+      "[train]\nprecision = \"{}\"\nmicro_batch = {}\naccumulation = {}\n"
+      "\n[memory]\n{}activations = \"{}\"\n\n",
+      parts.head, model_text(parts.model), data, parts.model.sequence,
+      options.value_bytes == 4 ? "f32" : "bf16", parts.model.batch, options.accumulation,
+      parts.limits, parts.recompute ? "recompute" : "keep");
+  text +=
+      fmt::format("[optimizer]\nwhere = \"{}\"\nrule = \"{}\"\nformat = \"{}\"\nmaster = \"{}\"\n",
+                  options.method == Method::kBaseline ? "host" : "device",
+                  kernels::update_rule_name(options.rule), base::enum_name(options.format.moments),
+                  base::enum_name(options.format.master));
+  if (parts.overlap) text += fmt::format("overlap = \"{}\"\n", base::enum_name(options.overlap));
+  if (options.method == Method::kSmartComp) {
+    // A sign with its index counts as one byte, against 4 of an f32 gradient (StepOptions::ratio).
+    text += fmt::format("\n[compress]\ndensity = {}\nresidual_every = {}\n",
+                        std::min(1.0, 4 * options.ratio), options.residual_every);
+  }
+  std::string engine;
+  if (options.method == Method::kSmart) engine += "schedule = \"naive\"\n";
+  if (options.subgroup_elements != 0) {
+    engine += fmt::format("subgroup_elements = {}\n", options.subgroup_elements);
+  }
+  const bool compressed = options.method == Method::kSmartComp;
+  if (parts.need.plan.streams || (parts.machine.software.gradient_spilled && !compressed)) {
+    engine += fmt::format("gradient_budget = {}\n", parts.need.plan.gradient_memory_bytes);
+  }
+  if (!engine.empty()) text += "\n[engine]\n" + engine;
+  return text + parts.more + parts.devices;
+}
+
 }  // namespace
 
-Result<std::string> plan_recipe(const Plan& plan) {
+Result<std::string> plan_recipe(const Plan& plan, const std::string& data) {
   const ModelShape& model = plan.model;
   SI_RETURN_IF_ERROR(check_train_can(model));
   TrainingUse train;
@@ -127,43 +213,67 @@ Result<std::string> plan_recipe(const Plan& plan) {
   const std::string streamed = streamed_text(need);
   std::string launch = launch_line(best.options, "RECIPE");
   if (!launch.empty()) launch = "# Start it with " + launch + "\n";
-  std::string text = fmt::format(
+  DevicesText devices;
+  for (uint32_t m = 0; m < best.options.machines; ++m) {
+    devices.add(plan.machine, best.options.ranks / best.options.machines, best.options.ranks == 1);
+  }
+  RecipeParts parts{model,
+                    best.options,
+                    need,
+                    plan.machine,
+                    {},
+                    {},
+                    {},
+                    devices.text(),
+                    data,
+                    plan.use.recompute,
+                    plan.overlap_asked};
+  parts.head = fmt::format(
       "# {} on {}, as `smartinf plan` recommends: {}, {} a step{}.\n"
-      "# Fill in the data and the path of each device.\n{}\n{}\n",
+      "# Fill in the data and the path of each device.\n{}",
       model.name, plan.machine.name, best.label, base::format_seconds(best.times.total_s),
-      streamed.empty() ? "" : "; " + streamed, launch, model_text(model));
-  const bool keys = model.folder.empty() && keys_say(model);
-  text += fmt::format(
-      "[data]\npaths = [\"{}\"]\nsequence = {}\n\n"
-      "[train]\nprecision = \"{}\"\nmicro_batch = {}\naccumulation = {}\n"
-      "\n[memory]\n{}activations = \"{}\"\n\n",
-      keys ? "tokens.bin" : "chats.jsonl", model.sequence,
-      best.options.value_bytes == 4 ? "f32" : "bf16", model.batch, best.options.accumulation,
-      limits_text(plan.machine, best.options), plan.use.recompute ? "recompute" : "keep");
-  text += fmt::format(
-      "[optimizer]\nwhere = \"{}\"\nrule = \"{}\"\nformat = \"{}\"\nmaster = \"{}\"\n",
-      best.options.method == Method::kBaseline ? "host" : "device",
-      kernels::update_rule_name(best.options.rule), base::enum_name(best.options.format.moments),
-      base::enum_name(best.options.format.master));
-  if (plan.overlap_asked) {
-    text += fmt::format("overlap = \"{}\"\n", base::enum_name(best.options.overlap));
+      streamed.empty() ? "" : "; " + streamed, launch);
+  parts.limits = limits_text(plan.machine, best.options);
+  return recipe_text(parts);
+}
+
+Result<std::string> cluster_recipe(const ClusterPlan& plan, const ClusterOption& option,
+                                   const std::string& data) {
+  SI_RETURN_IF_ERROR(check_train_can(plan.model));
+  ModelShape model = plan.model;
+  model.batch = option.micro_batch;
+  StepOptions options = plan.options;
+  options.accumulation = option.accumulation;
+  const uint32_t ranks = option.pipeline * option.replicas;
+  const Box& first = plan.cluster.boxes[option.order.front()];
+  DevicesText devices;
+  uint64_t host = 0, gpu = 0;  // equal on all ranks; 0: each takes what is free
+  for (const RankNeed& rank : option.ranks) {
+    host =
+        &rank == &option.ranks.front() || host == rank.host_limit_bytes ? rank.host_limit_bytes : 0;
+    gpu = &rank == &option.ranks.front() || gpu == rank.gpu_limit_bytes ? rank.gpu_limit_bytes : 0;
   }
-  if (best.options.method == Method::kSmartComp) {
-    // A sign with its index counts as one byte, against 4 of an f32 gradient (StepOptions::ratio).
-    text += fmt::format("\n[compress]\ndensity = {}\nresidual_every = {}\n",
-                        std::min(1.0, 4 * best.options.ratio), best.options.residual_every);
+  std::string names;
+  for (const uint32_t box : option.order) {
+    const Box& one = plan.cluster.boxes[box];
+    devices.add(one.machine, one.ranks, ranks == 1);
+    names += (names.empty() ? "" : ", ") + one.name;
   }
-  std::string engine;
-  if (best.options.method == Method::kSmart) engine += "schedule = \"naive\"\n";
-  if (best.options.subgroup_elements != 0) {
-    engine += fmt::format("subgroup_elements = {}\n", best.options.subgroup_elements);
+  RecipeParts parts{model,          options, option.ranks.front().need, first.machine, {}, {}, {},
+                    devices.text(), data,    option.recompute};
+  parts.head =
+      fmt::format("# {} on {}, as `smartinf plan` recommends: {}, {} a step.\n", model.name, names,
+                  option_text(plan, option), base::format_seconds(option.step_s));
+  const std::vector<std::string> lines = cluster_launch(plan, option, "RECIPE");
+  for (size_t i = 0; i < lines.size(); ++i) {
+    parts.head += fmt::format("# on {}: {}\n", plan.cluster.boxes[option.order[i]].name, lines[i]);
   }
-  const bool compressed = best.options.method == Method::kSmartComp;
-  if (need.plan.streams || (plan.machine.software.gradient_spilled && !compressed)) {
-    engine += fmt::format("gradient_budget = {}\n", need.plan.gradient_memory_bytes);
+  if (host > 0) parts.limits += fmt::format("host = {}\n", host);
+  if (gpu > 0) parts.limits += fmt::format("accelerator = {}\n", gpu);
+  if (option.pipeline > 1) {
+    parts.more = fmt::format("\n[ranks]\npipeline = {}\n", option.pipeline);
   }
-  if (!engine.empty()) text += "\n[engine]\n" + engine;
-  return text + devices_text(plan.machine, best.options);
+  return recipe_text(parts);
 }
 
 }  // namespace smartinf::sim

@@ -17,39 +17,15 @@ using plan::TrainingProgram;
 
 constexpr double kSecondsPerDay = 86400;
 
-/// Bytes that a device writes of its own share in one step, amplification included. Bytes are those
-/// of one rank.
-double written_per_device(const PlanOption& option, const Machine& machine) {
-  double amplification = 1;
-  for (const DeviceGroup& device : machine.devices) {
-    amplification = std::max(amplification, device.write_amplification);
-  }
-  return amplification * static_cast<double>(option.times.bytes.drive_written) /
-         static_cast<double>(devices_of_one(machine, option.options));
-}
-
 void add_cost(PlanOption& option, const Machine& machine) {
-  double life_days = 0;
-  for (const DeviceGroup& device : machine.devices) {
-    if (device.endurance_bytes == 0) continue;
-    const double per_day =
-        written_per_device(option, machine) * kSecondsPerDay / option.times.total_s;
-    const double days = static_cast<double>(device.endurance_bytes) / per_day;
-    life_days = life_days == 0 ? days : std::min(life_days, days);
-  }
-  option.drive_life_days = life_days;
-  const Price& price = machine.price;
-  double drives = 0;
-  for (const DeviceGroup& device : machine.devices) drives += device.count * device.price;
-  const double machine_price = price.host + price.gpu * machine.gpu.count;
-  if (machine_price + drives + price.power_watts * price.per_kwh <= 0) return;
-  const double machines = option.options.machines;
-  const double life_s = price.life_years * 365 * kSecondsPerDay;
-  // A drive that wears out sooner than the machine is bought again.
-  const double drive_life_s = life_days > 0 ? std::min(life_s, life_days * kSecondsPerDay) : life_s;
-  const double per_second = machines * (machine_price / life_s + drives / drive_life_s +
-                                        price.power_watts / 1000 * price.per_kwh / 3600);
-  option.cost_per_mtoken = per_second / option.tokens_per_s * 1e6;
+  option.drive_life_days =
+      drive_life_days(machine,
+                      static_cast<double>(option.times.bytes.drive_written) /
+                          static_cast<double>(devices_of_one(machine, option.options)),
+                      option.times.total_s);
+  option.cost_per_mtoken = option.options.machines *
+                           cost_per_second(machine, option.drive_life_days) / option.tokens_per_s *
+                           1e6;
 }
 
 std::string label_of(const StepOptions& options) {
@@ -431,6 +407,34 @@ class Planner {
 };
 
 }  // namespace
+
+double drive_life_days(const Machine& machine, double written_bytes, double step_s) {
+  double amplification = 1;
+  for (const DeviceGroup& device : machine.devices) {
+    amplification = std::max(amplification, device.write_amplification);
+  }
+  double life_days = 0;
+  for (const DeviceGroup& device : machine.devices) {
+    if (device.endurance_bytes == 0) continue;
+    const double per_day = amplification * written_bytes * kSecondsPerDay / step_s;
+    const double days = static_cast<double>(device.endurance_bytes) / per_day;
+    life_days = life_days == 0 ? days : std::min(life_days, days);
+  }
+  return life_days;
+}
+
+double cost_per_second(const Machine& machine, double drive_life_days) {
+  const Price& price = machine.price;
+  double drives = 0;
+  for (const DeviceGroup& device : machine.devices) drives += device.count * device.price;
+  const double machine_price = price.host + price.gpu * machine.gpu.count;
+  const double life_s = price.life_years * 365 * kSecondsPerDay;
+  // A drive that wears out sooner than the machine is bought again.
+  const double drive_life_s =
+      drive_life_days > 0 ? std::min(life_s, drive_life_days * kSecondsPerDay) : life_s;
+  return machine_price / life_s + drives / drive_life_s +
+         price.power_watts / 1000 * price.per_kwh / 3600;
+}
 
 Result<Plan> make_plan(const ModelShape& model, const Machine& machine,
                        const PlanRequest& request) {

@@ -91,13 +91,19 @@ base::Status check_train_can(const ModelShape& model);
 /// Whether the recipe's own keys (model.layers, ...) make the model, without a folder.
 bool keys_say(const ModelShape& model);
 
+/// Of the drive that wears fastest, where a step writes so many bytes to each; 0: endurance is not
+/// known.
+double drive_life_days(const Machine& machine, double written_bytes, double step_s);
+/// In the currency of the machine's prices; 0: none are given.
+double cost_per_second(const Machine& machine, double drive_life_days);
+
 /// How the ranks of a recipe are started: torchrun's line, on each machine; empty for one rank.
 std::string launch_line(const StepOptions& options, std::string_view recipe);
 
 /// A recipe for `smartinf train`: model.from, or every key of the model; engine and devices. Data
-/// and paths are to be filled in. Errors: as check_train_can; kOutOfMemory where train would not
-/// fit.
-base::Result<std::string> plan_recipe(const Plan& plan);
+/// and paths are to be filled in. data: a file of the user's. Errors: as check_train_can;
+/// kOutOfMemory where train would not fit.
+base::Result<std::string> plan_recipe(const Plan& plan, const std::string& data = {});
 
 /// "devices update, overlapped": a method in words; what its short name means.
 std::string_view method_words(Method method);

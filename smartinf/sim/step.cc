@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <tuple>
 #include <utility>
 
 #include <fmt/format.h>
@@ -131,6 +132,32 @@ Result<StepTimes> simulate_step(const ModelShape& model, const Machine& machine,
     const double before_s = std::exchange(committed_s, step.commit_after_step_s());
     if (std::abs(committed_s - before_s) < 1e-3 * times.total_s) break;
   }
+  return times;
+}
+
+std::pair<double, double> computing_s(const ModelShape& model, const Machine& machine,
+                                      const StepOptions& options) {
+  return StepGraph(model, machine, options, Exchange{}).forward_and_backward_s();
+}
+
+Result<StageTimes> stage_times(const ModelShape& model, const Machine& machine,
+                               StepOptions options) {
+  options.overlap = plan::Overlap::kNone;
+  options.weights = ResidentStep{};
+  SI_ASSIGN_OR_RETURN(const StepTimes step, simulate_step(model, machine, options));
+  const OneRank one = one_rank(machine, options);
+  const StepGraph graph(model, one.machine, one.options, one.exchange);
+  StageTimes times;
+  std::tie(times.forward_s, times.backward_s) = graph.forward_and_backward_s();
+  const auto batches = static_cast<double>(one.options.accumulation);
+  times.exchange_s = std::max(0.0, step.backward_s - batches * times.backward_s);
+  times.update_s = step.update_s + std::max(0.0, step.forward_s - batches * times.forward_s);
+  times.sync_s = graph.sync_s();
+  times.bytes = step.bytes;
+  for (const Utilization& used : step.update) {
+    if (used.resource == "cores") times.update_cores = used.share;
+  }
+  times.bound_by = step.update.empty() ? "nothing" : step.update.front().resource;
   return times;
 }
 

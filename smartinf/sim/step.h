@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <variant>
 #include <vector>
 
@@ -83,6 +84,7 @@ struct StepOptions {
   /// as many on each machine; each machine is the one described, with devices of its own.
   uint32_t ranks = 1;
   uint32_t machines = 1;
+  uint32_t devices = 0;  // of all machines, where these are not alike; 0: as many on each
   /// Bytes of state that stay in the memory of whoever updates, all devices together; it is written
   /// as ever, but not read from the drives.
   uint64_t state_cache_bytes = 0;
@@ -147,6 +149,24 @@ uint64_t step_tokens(const ModelShape& model, const Machine& machine, const Step
 
 /// Ok, or why a step's update cannot run as `options.overlap` says: kUnsupported.
 base::Status check_overlap(const Machine& machine, const StepOptions& options);
+
+/// What a rank does in a step that keeps all weights where it computes, one thing after another.
+struct StageTimes {
+  double forward_s = 0;     // of a micro batch
+  double backward_s = 0;    // likewise
+  double exchange_s = 0;    // behind the last backward: gradients to other ranks and to the devices
+  double update_s = 0;      // until the new weights are there
+  double update_cores = 0;  // share of computing's time that the update takes meanwhile
+  double sync_s = 0;        // behind it
+  StepBytes bytes;
+  std::string bound_by;  // the update
+};
+/// Seconds of forward and of backward of a micro batch, alone, on one rank.
+std::pair<double, double> computing_s(const ModelShape& model, const Machine& machine,
+                                      const StepOptions& options);
+/// Errors: simulate_step's.
+base::Result<StageTimes> stage_times(const ModelShape& model, const Machine& machine,
+                                     StepOptions options);
 
 /// Simulates one step in the steady state, of several ranks that of the one with the most devices
 /// and micro batches. Pure; deterministic to the bit.

@@ -171,6 +171,15 @@ void StepGraph::finish(StepTimes& times) const {
   if (options_.trace) times.spans = spans();
 }
 
+std::pair<double, double> StepGraph::forward_and_backward_s() const {
+  std::pair<double, double> sum;
+  for (const Unit& unit : units_) {
+    sum.first += unit.forward_s;
+    sum.second += unit.backward_s;
+  }
+  return sum;
+}
+
 /// Where the update runs on the cores that compute, one "byte" of both takes the same time, so that
 /// the two have equal shares where both want more.
 Stage StepGraph::computing(double seconds) const {

@@ -40,6 +40,9 @@ class StepGraph {
                            double committed_s);
   /// After run_overlapped(): how long after the step's end its own commit ends.
   double commit_after_step_s() const;
+  /// Of a micro batch, alone.
+  std::pair<double, double> forward_and_backward_s() const;
+  double sync_s() const;
 
  private:
   using TaskIndex = EventGraph::TaskIndex;
@@ -156,7 +159,6 @@ class StepGraph {
   double pipeline_element_s(const FpgaPipeline& kernel) const;
   SubgroupLoad make_load(const Owner& owner, uint64_t first, uint64_t count) const;
   uint64_t spilled_bytes(uint64_t first, uint64_t count) const;
-  double sync_s() const;
   void commit_before(double committed_s);
   /// Weights come from the devices when the step is committed, and no update hands them out.
   bool streams_committed() const {

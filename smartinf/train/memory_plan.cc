@@ -1,14 +1,13 @@
 #include "smartinf/train/memory_plan.h"
 
 #include <algorithm>
-#include <utility>
 
 #include <fmt/format.h>
 
 #include "smartinf/base/units.h"
 #include "smartinf/engine/memory.h"
 #include "smartinf/model/config_counts.h"
-#include "smartinf/plan/pipeline_schedule.h"
+#include "smartinf/plan/stage_plan.h"
 #include "smartinf/train/frozen_weights.h"
 
 namespace smartinf::train {
@@ -64,24 +63,6 @@ MemoryLimits memory_limits(const MemoryOptions& options, const AcceleratorMemory
 
 namespace {
 
-/// What a rank of a pipeline has of the model, and how much of it at once.
-void take_stage(const plan::Pipeline& pipeline, plan::TrainingMemoryInput& memory) {
-  plan::TrainingModel& model = memory.model;
-  const uint64_t layers = std::exchange(model.layers, 0);
-  model.parameters = 0;
-  for (const uint32_t unit : pipeline.units(model.tied)) {
-    model.parameters += memory.units[unit].count;
-    model.layers += memory.units[unit].layers;
-  }
-  model.adapters = model.adapters * model.layers / layers;
-  if (!pipeline.last()) model.vocabulary = 0;
-  const uint64_t batches = base::divide_up(memory.accumulation, pipeline.stages.replicas);
-  memory.ranks = pipeline.stages.replicas;
-  memory.in_flight =
-      plan::pipeline_in_flight(pipeline.stages.count(), pipeline.stage(), batches, pipeline.ahead);
-  memory.messages = 4 * (1 + pipeline.ahead);
-}
-
 /// Memory of an embedding that is a table: for where its rows are, and a step's gradients, at first
 /// of each token and then of each row, in f32 and as they are sent.
 uint64_t table_bytes(const model::Architecture& model, const Options& options,
@@ -120,7 +101,7 @@ base::Result<plan::TrainingPlan> plan_run(const model::Architecture& model, cons
   memory.ranks = world;
   memory.sums_by_tree = options.ranks.order == SumOrder::kFixed;
   memory.units = model::make_units(model);
-  if (pipeline.on()) take_stage(pipeline, memory);
+  if (pipeline.on()) plan::take_stage(pipeline, memory);
   memory.gradient_copies_elements = plan::gradient_copies_elements(memory.model, memory.units);
   const uint64_t beside =
       accelerator.unified  // what it takes of the host's memory

@@ -18,6 +18,7 @@
 #include "smartinf/engine/new_run.h"
 #include "smartinf/model/weight_files.h"
 #include "smartinf/plan/pipeline_schedule.h"
+#include "smartinf/plan/stage_plan.h"
 #include "smartinf/train/accelerator.h"
 #include "smartinf/train/adapter_base.h"
 #include "smartinf/train/embedding_table.h"
@@ -522,28 +523,14 @@ Status check_early(const Job& job) {
                 "Set it to \"auto\" or \"late\"");
 }
 
-/// Stages of equal computing, as far as whole units allow.
 Result<plan::Stages> divide(const model::Architecture& model, const Options& options,
                             uint32_t world) {
   const std::vector<plan::Unit> units = model::make_units(model);
-  const auto count = static_cast<uint32_t>(units.size());
-  const uint32_t stages = options.ranks.pipeline;
-  if (count < stages) {
-    return Status(ErrorCode::kInvalidArgument,
-                  fmt::format("ranks.pipeline is {}, but the model has {} parts to divide: the "
-                              "embedding, {} groups of layers and the head",
-                              stages, count, count - 2),
-                  fmt::format("Set it to {} at most", count));
-  }
   const plan::StageCosts costs{units, model.width, uint64_t{model.vocabulary} * model.width,
                                options.data.sequence};
   plan::Stages divided;
-  divided.replicas = world / stages;
-  divided.begin = plan::split_units(count, stages, [&](uint32_t first, uint32_t end) {
-    double sum = 0;
-    for (uint32_t unit = first; unit < end; ++unit) sum += plan::unit_cost(costs, unit);
-    return sum;
-  });
+  divided.replicas = world / options.ranks.pipeline;
+  SI_ASSIGN_OR_RETURN(divided.begin, plan::divide_units(costs, options.ranks.pipeline));
   return divided;
 }
 
@@ -553,9 +540,9 @@ Result<plan::TrainingPlan> plan_stage(const Job& job, const Options& options,
                                       const model::Architecture& model,
                                       const plan::ParameterSpace& space, const MemoryLimits& limits,
                                       plan::Pipeline& pipeline) {
-  enum Cost : uint64_t { kKeeps, kRecomputes, kDoesNotFit };
+  using enum plan::AheadCost;
   std::vector<Result<plan::TrainingPlan>> plans;
-  std::vector<uint64_t> mine;
+  std::vector<plan::AheadCost> mine;
   for (uint32_t ahead = 0; ahead <= plan::kPipelineAheadMax; ++ahead) {
     pipeline.ahead = ahead;
     plans.push_back(
@@ -563,16 +550,9 @@ Result<plan::TrainingPlan> plan_stage(const Job& job, const Options& options,
     mine.push_back(!plans.back().ok() ? kDoesNotFit
                                       : (plans.back()->recompute ? kRecomputes : kKeeps));
   }
-  SI_ASSIGN_OR_RETURN(const std::vector<uint64_t> all, job.ranks.all<uint64_t>(mine));
+  SI_ASSIGN_OR_RETURN(const auto all, job.ranks.all<plan::AheadCost>(mine));
   SI_RETURN_IF_ERROR(job.ranks.all_ok("plan of a stage", plans.front().status()));
-  for (pipeline.ahead = plan::kPipelineAheadMax; pipeline.ahead > 0; --pipeline.ahead) {
-    bool costs_nothing = true;
-    for (uint32_t rank = 0; rank < job.ranks.world(); ++rank) {
-      const uint64_t* of = all.data() + rank * mine.size();
-      costs_nothing = costs_nothing && of[pipeline.ahead] == of[0];
-    }
-    if (costs_nothing) break;
-  }
+  pipeline.ahead = plan::most_ahead(all);
   return std::move(plans[pipeline.ahead]);
 }
 

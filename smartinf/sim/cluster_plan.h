@@ -1,0 +1,93 @@
+// Search for the way in which a model is trained on a cluster: stages, replicas, micro batch,
+// activations, and which box has which stage. A machine alone is a cluster of one box.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "smartinf/base/status.h"
+#include "smartinf/sim/cluster.h"
+#include "smartinf/sim/memory_need.h"
+#include "smartinf/sim/model_shape.h"
+#include "smartinf/sim/pipeline_step.h"
+#include "smartinf/sim/step.h"
+
+namespace smartinf::sim {
+
+struct ClusterRequest {
+  StepOptions options;           // rule, format, value_bytes, subgroups
+  uint64_t tokens_per_step = 0;  // of all ranks
+  /// Where these are given nothing else is tried.
+  std::optional<uint32_t> pipeline;
+  std::optional<uint64_t> micro_batch;
+  std::optional<bool> recompute;
+  bool all_boxes = false;  // fewer than all are not tried, and their order is kept: as they run
+};
+
+/// One rank's memory, and its drives.
+struct RankNeed {
+  uint32_t box = 0;
+  uint32_t stage = 0;
+  MemoryNeed need;
+  uint64_t host_limit_bytes = 0;  // 0: not known
+  uint64_t gpu_limit_bytes = 0;   // likewise, and without a GPU
+  double drive_life_days = 0;
+};
+
+struct ClusterOption {
+  uint32_t pipeline = 1;
+  uint32_t replicas = 1;
+  uint64_t micro_batch = 1;   // sequences
+  uint32_t accumulation = 1;  // micro batches of a step, of all replicas
+  uint32_t ahead = 0;
+  bool recompute = true;
+  std::vector<uint32_t> order;   // boxes, the first has rank 0
+  std::vector<uint32_t> begins;  // first unit of each stage, and the number of units
+
+  double least_s = 0;  // no step is shorter
+  double step_s = 0;
+  double tokens_per_s = 0;
+  std::string bound_by;
+  std::vector<RankNeed> ranks;
+  uint64_t boundary_bytes = 0;  // of a step, of one replica, over each boundary in each direction
+  uint64_t exchange_bytes = 0;  // of a step, sent by one rank to its replicas
+  double cost_per_mtoken = 0;   // 0: no prices given
+  double order_gain = 0;        // seconds of the given order over those of the best, less 1
+  bool reordered = false;
+  std::vector<Span> spans;  // of a step with a pipeline
+};
+
+struct ClusterPlan {
+  ModelShape model;
+  Cluster cluster;
+  StepOptions options;
+  std::vector<ClusterOption> best;  // at most kBestMax, fastest first
+  uint64_t considered = 0;          // ways; of these:
+  uint64_t without_memory = 0;
+  uint64_t simulated = 0;
+  std::string lacks;  // where nothing fits, what the nearest lacks
+};
+inline constexpr size_t kBestMax = 5;
+
+/// Tries all (pipeline, replicas, micro batch, activations), each with the best order of boxes: by
+/// memory as `smartinf train` plans it, then by least_step_s(), then on the virtual clock. The same
+/// on every machine. Errors: kInvalidArgument for tokens that are not whole sequences; those of
+/// check_train_can and simulate_step.
+base::Result<ClusterPlan> plan_cluster(const ModelShape& model, const Cluster& cluster,
+                                       const ClusterRequest& request);
+
+/// "pipeline 2, 16 micro batches of 1, layers 15 + 13": what an option is, in words.
+std::string option_text(const ClusterPlan& plan, const ClusterOption& option);
+/// What was found of the order of boxes, a sentence; empty where there is nothing to order.
+std::string order_text(const ClusterPlan& plan, const ClusterOption& option);
+/// torchrun's line on each of the option's boxes, in their order.
+std::vector<std::string> cluster_launch(const ClusterPlan& plan, const ClusterOption& option,
+                                        std::string_view recipe);
+/// A recipe for `smartinf train` on the option's boxes. Errors: as plan_recipe.
+base::Result<std::string> cluster_recipe(const ClusterPlan& plan, const ClusterOption& option,
+                                         const std::string& data = {});
+
+}  // namespace smartinf::sim

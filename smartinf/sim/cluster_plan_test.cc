@@ -1,0 +1,165 @@
+#include "smartinf/sim/cluster_plan.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "smartinf/sim/planner.h"
+
+namespace smartinf::sim {
+namespace {
+
+using testing::HasSubstr;
+
+ModelShape model_named(const char* name, uint64_t sequence = 2048) {
+  auto model = model_preset(name);
+  EXPECT_TRUE(model.ok());
+  model->sequence = sequence;
+  model->batch = 1;
+  return *model;
+}
+
+Cluster boxes_of(uint32_t boxes, double gbit_s, const char* machine = "workstation-gen4") {
+  auto cluster = parse_cluster("[[box]]\nname = 'box'\nranks = 1\nmachine = '" +
+                                   std::string(machine) + "'\ncount = " + std::to_string(boxes) +
+                                   "\n[links]\nlatency_s = 1e-4\nspread = 0.02\nrate = '" +
+                                   std::to_string(gbit_s) + " Gbit/s'\n",
+                               "boxes", load_machine);
+  EXPECT_TRUE(cluster.ok()) << cluster.status().to_string();
+  return *cluster;
+}
+
+ClusterPlan plan_of(const ModelShape& model, const Cluster& cluster, uint64_t tokens,
+                    ClusterRequest request = {}) {
+  request.tokens_per_step = tokens;
+  auto plan = plan_cluster(model, cluster, request);
+  EXPECT_TRUE(plan.ok()) << plan.status().to_string();
+  return *plan;
+}
+
+TEST(ClusterPlan, OneBoxIsTheMachineOfPlan) {
+  const auto machine = load_machine("workstation-gen5");
+  const ModelShape model = model_named("llama3-3B");
+  PlanRequest request;
+  request.options.accumulation = 16;
+  request.options.weights = ResidentStep{};
+  const auto plan = make_plan(model, *machine, request);
+  ASSERT_TRUE(plan.ok());
+  ClusterRequest asked;
+  asked.micro_batch = 1;
+  asked.recompute = true;
+  const ClusterPlan cluster = plan_of(model, one_box(*machine, 1), 16 * 2048, asked);
+  ASSERT_EQ(cluster.best.size(), 1u);
+  for (const PlanOption& option : plan->options) {
+    if (option.options.method != Method::kSmartOver || !option.exact) continue;
+    EXPECT_DOUBLE_EQ(cluster.best[0].step_s, option.times.total_s);
+    EXPECT_EQ(cluster.best[0].ranks[0].need.host_bytes, option.need.host_bytes);
+    EXPECT_NEAR(cluster.best[0].cost_per_mtoken, option.cost_per_mtoken, 1e-9);
+    EXPECT_DOUBLE_EQ(cluster.best[0].ranks[0].drive_life_days, option.drive_life_days);
+  }
+}
+
+TEST(ClusterPlan, SlowLinksMakeStagesAndFastOnesReplicas) {
+  ModelShape model = model_named("llama3-1B");
+  model.tied = false;
+  ClusterRequest both;
+  both.all_boxes = true;
+  const ClusterPlan slow = plan_of(model, boxes_of(2, 0.5), 32 * 2048, both);
+  ASSERT_FALSE(slow.best.empty());
+  EXPECT_EQ(slow.best[0].pipeline, 2u);
+  EXPECT_EQ(slow.best[0].boundary_bytes, 2u * 32 * 2048 * 2048);
+  const ClusterPlan fast = plan_of(model, boxes_of(2, 400), 32 * 2048, both);
+  EXPECT_EQ(fast.best[0].pipeline, 1u);
+  EXPECT_EQ(fast.best[0].replicas, 2u);
+  for (const ClusterPlan* plan : {&slow, &fast}) {
+    for (size_t i = 1; i < plan->best.size(); ++i) {
+      EXPECT_LE(plan->best[i - 1].step_s, plan->best[i].step_s);
+    }
+    for (const ClusterOption& option : plan->best) {
+      EXPECT_LE(option.least_s, option.step_s * 1.0001);
+    }
+  }
+  // A step of so few tokens is that of one box.
+  EXPECT_EQ(plan_of(model, boxes_of(2, 0.01), 2 * 2048).best[0].order.size(), 1u);
+}
+
+TEST(ClusterPlan, BoxesWithFastLinksAreNeighbours) {
+  Cluster cluster = boxes_of(2, 1);
+  cluster.boxes[1].machine.gpu.peak_flops *= 3;
+  ClusterRequest request;
+  request.pipeline = 2;
+  const ClusterPlan plan = plan_of(model_named("llama3-1B"), cluster, 32 * 2048, request);
+  const ClusterOption& best = plan.best.front();
+  const auto recipe = cluster_recipe(plan, best, "mine.bin");
+  ASSERT_TRUE(recipe.ok()) << recipe.status().to_string();
+  EXPECT_THAT(*recipe, HasSubstr("[ranks]\npipeline = 2\n"));
+  EXPECT_THAT(*recipe, HasSubstr("paths = [\"mine.bin\"]"));
+  EXPECT_THAT(*recipe, HasSubstr("rank = 1\n"));
+  const auto lines = cluster_launch(plan, best, "r.toml");
+  ASSERT_EQ(lines.size(), 2u);
+  EXPECT_EQ(lines[1],
+            "torchrun --nnodes 2 --node-rank 1 --master-addr " + cluster.boxes[best.order[0]].name +
+                " --master-port 29500 --no-python --nproc-per-node 1 smartinf train r.toml");
+
+  // Four boxes, of which the first and the third, and the second and the fourth, are near.
+  Cluster pairs = boxes_of(4, 0.05);
+  for (const auto& [a, b] : {std::pair(0u, 2u), std::pair(1u, 3u)}) {
+    pairs.link(a, b).bytes_per_s = pairs.link(b, a).bytes_per_s = 2e9;
+  }
+  request.pipeline = 4;
+  ModelShape untied = model_named("llama3-1B");  // a tied head is near the embedding
+  untied.tied = false;
+  const ClusterPlan near = plan_of(untied, pairs, 8 * 2048, request);
+  const ClusterOption& found = near.best.front();
+  EXPECT_TRUE(found.reordered);
+  EXPECT_EQ((found.order[0] + 2) % 4, found.order[1]);
+  EXPECT_THAT(order_text(near, found), HasSubstr("shorter than in the file's"));
+  // Where all links are alike there is nothing to gain, whatever the noise of measuring.
+  Cluster alike = boxes_of(4, 0.05);
+  double noise = 1;
+  for (Link& link : alike.links) link.bytes_per_s *= noise = 1 / (noise * 1.004);
+  const ClusterPlan same = plan_of(untied, alike, 8 * 2048, request);
+  EXPECT_FALSE(same.best.front().reordered);
+  EXPECT_THAT(order_text(same, same.best.front()), HasSubstr("nothing to gain"));
+}
+
+TEST(ClusterPlan, MoreMemoryNeverTurnsAFitIntoAMisfit) {
+  const ModelShape model = model_named("llama3-8B");
+  ClusterRequest request;
+  request.pipeline = 4;
+  request.micro_batch = 1;
+  bool fitted = false;
+  size_t changes = 0;
+  for (uint64_t gigabytes = 8; gigabytes <= 104; gigabytes += 16) {
+    Cluster cluster = boxes_of(4, 1);
+    for (Box& box : cluster.boxes) {
+      box.machine.host.memory_bytes = gigabytes * 1'000'000'000;
+      box.machine.gpu.memory_bytes = gigabytes * 500'000'000;
+    }
+    const bool fits = !plan_of(model, cluster, 16 * 2048, request).best.empty();
+    EXPECT_TRUE(fits || !fitted) << gigabytes;
+    changes += fits != fitted ? 1 : 0;
+    fitted = fits;
+  }
+  EXPECT_EQ(changes, 1u) << "both are among them";
+}
+
+TEST(ClusterPlan, WhatCannotBeIsRefused) {
+  ClusterRequest request;
+  request.tokens_per_step = 1000;
+  const auto odd = plan_cluster(model_named("llama3-1B"), boxes_of(2, 1), request);
+  ASSERT_FALSE(odd.ok());
+  EXPECT_THAT(odd.status().to_string(), HasSubstr("no whole sequences of 2048"));
+  request.tokens_per_step = 2048;
+  const auto paper =
+      plan_cluster(model_named("llama3-1B"), boxes_of(2, 1, "smartssd-a5000"), request);
+  ASSERT_FALSE(paper.ok());
+  EXPECT_THAT(paper.status().to_string(), HasSubstr("not a machine for `smartinf train`"));
+  Cluster small = boxes_of(2, 1);
+  for (Box& box : small.boxes) box.machine.gpu.memory_bytes = 100'000'000;
+  const ClusterPlan none = plan_of(model_named("llama3-1B"), small, 4 * 2048);
+  EXPECT_TRUE(none.best.empty());
+  EXPECT_THAT(none.lacks, HasSubstr("GPU memory lacks"));
+}
+
+}  // namespace
+}  // namespace smartinf::sim

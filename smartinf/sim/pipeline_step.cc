@@ -1,0 +1,297 @@
+#include "smartinf/sim/pipeline_step.h"
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <map>
+#include <utility>
+
+#include <fmt/format.h>
+
+#include "smartinf/base/check.h"
+#include "smartinf/plan/pipeline_schedule.h"
+#include "smartinf/sim/event_graph.h"
+
+namespace smartinf::sim {
+namespace {
+
+constexpr double kTick = 1e-9;  // of computing: what a "byte" of it takes
+constexpr uint32_t kSteps = 3;  // until one is like the one before; the last is taken
+// Micro batches that are simulated of a step which has more: from there on each takes as long.
+constexpr uint64_t kBatchesMax = 96;
+constexpr uint64_t kBatchesLess = 64;
+
+using TaskIndex = EventGraph::TaskIndex;
+constexpr TaskIndex kNone = EventGraph::kNone;
+
+Link link_of(const Cluster& cluster, uint32_t from, uint32_t to) {
+  if (from != to) return cluster.link(from, to);
+  Link near;
+  near.bytes_per_s = cluster.boxes[from].machine.network.near_bytes_per_s;  // 0: without limit
+  return near;
+}
+
+class PipelineGraph {
+ public:
+  PipelineGraph(const PipelineLoad& load, const Cluster& cluster, bool trace)
+      : load_(load), cluster_(cluster), trace_(trace) {
+    for (uint32_t rank = 0; rank < load.ranks(); ++rank) {
+      computing_.push_back(graph_.add_resource(fmt::format("rank {}", rank)));
+    }
+    channels_.resize(load.ranks(), {kNone, kNone});
+    updated_.resize(load.ranks(), kNone);
+    synced_.resize(load.ranks(), kNone);
+  }
+
+  PipelineTimes run() {
+    std::array<TaskIndex, kSteps> ends{};
+    for (uint32_t step = 0; step < kSteps; ++step) ends[step] = add_step(step);
+    graph_.run();
+    const double from_s = graph_.times(ends[kSteps - 2]).end_s;
+    const double to_s = graph_.times(ends[kSteps - 1]).end_s;
+    PipelineTimes times;
+    times.step_s = to_s - from_s;
+    find_bound(times, from_s, to_s);
+    for (const Label& label : labels_) {
+      const TaskTimes& of = graph_.times(label.task);
+      if (of.end_s <= from_s || of.start_s >= to_s || of.end_s == of.start_s) continue;
+      times.spans.push_back({label.lane, label.name, std::max(0.0, of.start_s - from_s),
+                             std::min(to_s, of.end_s) - from_s});
+    }
+    return times;
+  }
+
+ private:
+  using Action = plan::PipelineAction;
+  struct Label {
+    TaskIndex task = kNone;
+    std::string lane, name;
+  };
+  struct Computed {
+    TaskIndex task = kNone;    // computing alone
+    TaskIndex before = kNone;  // the rank's action before it
+    TaskIndex ready = kNone;   // what it made may be sent, and the rank go on
+  };
+
+  static Stage seconds(double value, const std::vector<Use>& uses) {
+    if (uses.empty()) return Stage(0, {}, value);
+    return Stage(static_cast<uint64_t>(std::llround(value / kTick)), uses);
+  }
+
+  void label(TaskIndex task, uint32_t rank, std::string name) {
+    if (!trace_) return;
+    labels_.push_back({task,
+                       fmt::format("stage {}, rank {}, {}", load_.stage(rank), rank,
+                                   cluster_.boxes[load_.box[rank]].name),
+                       std::move(name)});
+  }
+
+  /// All ranks' actions of a step; returns the end of all backwards.
+  TaskIndex add_step(uint32_t step) {
+    std::vector<std::array<std::vector<Computed>, 2>> made(load_.ranks());
+    std::vector<std::vector<Action>> actions;
+    for (uint32_t rank = 0; rank < load_.ranks(); ++rank) {
+      actions.push_back(plan::pipeline_actions(load_.stages, load_.stage(rank), load_.batches(rank),
+                                               load_.ahead));
+      compute(rank, actions.back(), made[rank]);
+    }
+    for (uint32_t rank = 0; rank < load_.ranks(); ++rank) {
+      for (const Action& action : actions[rank]) send(rank, action, made);
+    }
+    const TaskIndex end = graph_.add_task({}, {});
+    for (uint32_t rank = 0; rank < load_.ranks(); ++rank) {
+      const StageTimes& times = load_.times[rank];
+      const TaskIndex exchanged = graph_.add_task({seconds(times.exchange_s, {})},
+                                                  {made[rank][1].back().ready, synced_[rank]});
+      label(exchanged, rank, "gradients");
+      graph_.add_dependency(end, exchanged);
+    }
+    for (uint32_t rank = 0; rank < load_.ranks(); ++rank) {
+      const StageTimes& times = load_.times[rank];
+      std::vector<Use> uses;
+      if (times.update_cores > 0) uses.push_back({computing_[rank], times.update_cores * kTick});
+      uses.push_back({updating(rank), kTick});
+      updated_[rank] = graph_.add_task({seconds(times.update_s, uses)}, {end});
+      label(updated_[rank], rank, fmt::format("update {}", step));
+      synced_[rank] = graph_.add_task({seconds(times.sync_s, {})}, {updated_[rank]});
+      started_ = end;
+    }
+    return end;
+  }
+
+  uint32_t updating(uint32_t rank) {
+    const auto [at, fresh] = updating_.try_emplace(rank, 0);
+    if (fresh) at->second = graph_.add_resource(fmt::format("update of rank {}", rank));
+    return at->second;
+  }
+
+  void compute(uint32_t rank, const std::vector<Action>& actions,
+               std::array<std::vector<Computed>, 2>& made) {
+    TaskIndex last = load_.late ? started_ : updated_[rank];
+    for (const Action& action : actions) {
+      const bool back = action.kind == Action::Kind::kBackward;
+      const StageTimes& times = load_.times[rank];
+      Computed& one = made[back].emplace_back();
+      one.before = last;
+      one.task = graph_.add_task(
+          {seconds(back ? times.backward_s : times.forward_s, {{computing_[rank], kTick}})},
+          {last});
+      label(one.task, rank, fmt::format("{}{}", back ? "B" : "F", action.micro_batch));
+      // Of the first forward each part waits for its own new weights.
+      const bool first = !back && action.micro_batch == 0 && updated_[rank] != kNone;
+      one.ready = first ? graph_.add_task({}, {one.task, updated_[rank]}) : one.task;
+      last = one.ready;
+    }
+  }
+
+  /// What an action made, on its way to the neighbour that needs it.
+  void send(uint32_t rank, const Action& action,
+            std::vector<std::array<std::vector<Computed>, 2>>& made) {
+    const bool back = action.kind == Action::Kind::kBackward;
+    const uint32_t stage = load_.stage(rank);
+    if (back ? stage == 0 : stage + 1 == load_.stages) return;
+    const uint32_t to = back ? rank - load_.replicas : rank + load_.replicas;
+    const Computed& from = made[rank][back][action.micro_batch];
+    const Computed& needs = made[to][back][action.micro_batch];
+    const Link& link = link_of(cluster_, load_.box[rank], load_.box[to]);
+    const TaskIndex sent =
+        graph_.add_task({Stage(load_.message_bytes, uses_of(load_.box[rank], load_.box[to]))},
+                        {from.ready, channels_[rank][back]});
+    channels_[rank][back] = sent;
+    if (trace_ && load_.box[rank] != load_.box[to]) {
+      labels_.push_back({sent,
+                         fmt::format("{} to {}", cluster_.boxes[load_.box[rank]].name,
+                                     cluster_.boxes[load_.box[to]].name),
+                         fmt::format("{}{}", back ? "B" : "F", action.micro_batch)});
+    }
+    const TaskIndex arrived =
+        link.latency_s > 0 ? graph_.add_task({Stage(0, {}, link.latency_s)}, {sent}) : sent;
+    graph_.add_dependency(needs.task, arrived);
+    if (!load_.waits) return;
+    graph_.add_dependency(sent, needs.before);
+    // The action behind the one that sends.
+    for (auto& kind : made[rank]) {
+      for (Computed& one : kind) {
+        if (one.before == from.ready && &one != &from) graph_.add_dependency(one.task, arrived);
+      }
+    }
+  }
+
+  /// Messages between two boxes share their link, and those of a box its interface.
+  std::vector<Use> uses_of(uint32_t from, uint32_t to) {
+    const Link link = link_of(cluster_, from, to);
+    std::vector<Use> uses;
+    if (link.shared() <= 0) return uses;
+    uses.push_back({resource({from, to}), 1 / link.shared()});
+    if (from == to) return uses;
+    double out = 0, in = 0;
+    for (uint32_t box = 0; box < cluster_.boxes.size(); ++box) {
+      if (box != from) out = std::max(out, cluster_.link(from, box).bytes_per_s);
+      if (box != to) in = std::max(in, cluster_.link(box, to).bytes_per_s);
+    }
+    uses.push_back({resource({from, kAll}), 1 / out});
+    uses.push_back({resource({kAll, to}), 1 / in});
+    return uses;
+  }
+
+  uint32_t resource(std::pair<uint32_t, uint32_t> ends) {
+    const auto [at, fresh] = links_.try_emplace(ends, 0);
+    if (!fresh) return at->second;
+    const auto name = [&](uint32_t box) -> std::string {
+      return box == kAll ? "all others" : cluster_.boxes[box].name;
+    };
+    at->second = graph_.add_resource(
+        ends.first == ends.second
+            ? fmt::format("the memory of {}, between ranks", name(ends.first))
+            : fmt::format("the network from {} to {}", name(ends.first), name(ends.second)));
+    return at->second;
+  }
+
+  void find_bound(PipelineTimes& times, double from_s, double to_s) const {
+    const auto take = [&](double busy_s, std::string what) {
+      const double share = busy_s / (to_s - from_s);
+      if (share <= times.bound_share + 1e-9) return;
+      times.bound_share = share;
+      times.bound_by = std::move(what);
+    };
+    for (uint32_t rank = 0; rank < load_.ranks(); ++rank) {
+      const std::string& box = cluster_.boxes[load_.box[rank]].name;
+      const StageTimes& of = load_.times[rank];
+      const double alone_s =
+          static_cast<double>(load_.batches(rank)) * (of.forward_s + of.backward_s);
+      times.computing.push_back(alone_s / (to_s - from_s));
+      take(alone_s, fmt::format("computing on {}", box));
+      take(of.update_s + of.sync_s, fmt::format("the update on {} ({})", box, of.bound_by));
+      take(of.exchange_s, fmt::format("gradients of {}, on their way", box));
+    }
+    for (const auto& [ends, resource] : links_) {
+      take(graph_.busy_s(resource, from_s, to_s), graph_.resource_name(resource));
+    }
+  }
+
+  static constexpr uint32_t kAll = ~0u;
+  const PipelineLoad& load_;
+  const Cluster& cluster_;
+  const bool trace_;
+  EventGraph graph_;
+  std::vector<uint32_t> computing_;
+  std::map<uint32_t, uint32_t> updating_;
+  std::map<std::pair<uint32_t, uint32_t>, uint32_t> links_;
+  std::vector<std::array<TaskIndex, 2>> channels_;  // the message before, of each rank and way
+  std::vector<TaskIndex> updated_, synced_;         // of the step before, by rank
+  TaskIndex started_ = kNone;
+  std::vector<Label> labels_;
+};
+
+}  // namespace
+
+PipelineTimes simulate_pipeline(const PipelineLoad& load, const Cluster& cluster, bool trace) {
+  SI_CHECK(load.ranks() == load.stages * load.replicas && load.box.size() == load.times.size(),
+           "a rank without a stage");
+  const uint64_t most = *std::ranges::max_element(load.micro_batches);
+  if (most <= kBatchesMax) return PipelineGraph(load, cluster, trace).run();
+  const auto with = [&](uint64_t batches, bool traced) {
+    PipelineLoad fewer = load;
+    for (uint64_t& of : fewer.micro_batches) of = of - most + batches;
+    return PipelineGraph(fewer, cluster, traced).run();
+  };
+  PipelineTimes times = with(kBatchesMax, trace);
+  const double each_s = (times.step_s - with(kBatchesLess, false).step_s) /
+                        static_cast<double>(kBatchesMax - kBatchesLess);
+  const double all_s = times.step_s + static_cast<double>(most - kBatchesMax) * each_s;
+  const double larger = static_cast<double>(most) / static_cast<double>(kBatchesMax);
+  for (double& share : times.computing) share *= larger * times.step_s / all_s;
+  times.bound_share = std::min(1.0, times.bound_share * larger * times.step_s / all_s);
+  times.step_s = all_s;
+  return times;
+}
+
+double least_step_s(const PipelineLoad& load, const Cluster& cluster) {
+  double least_s = 0;
+  for (uint32_t replica = 0; replica < load.replicas; ++replica) {
+    const auto batches = static_cast<double>(load.micro_batches[replica]);
+    double there_s = 0;  // until the first message is at the stage, and the last one's way back
+    for (uint32_t stage = 0; stage < load.stages; ++stage) {
+      const uint32_t rank = stage * load.replicas + replica;
+      const StageTimes& times = load.times[rank];
+      const double each_s = times.forward_s + times.backward_s;
+      least_s = std::max(least_s, there_s + batches * each_s + times.exchange_s);
+      if (stage + 1 == load.stages) break;
+      const uint32_t next = rank + load.replicas;
+      const auto message_s = [&](uint32_t from, uint32_t to) {
+        const Link link = link_of(cluster, load.box[from], load.box[to]);
+        const double rate = link.shared();
+        return std::pair(rate > 0 ? static_cast<double>(load.message_bytes) / rate : 0.0,
+                         link.latency_s);
+      };
+      for (const auto& [bytes_s, latency_s] : {message_s(rank, next), message_s(next, rank)}) {
+        least_s = std::max(least_s, there_s + each_s + batches * bytes_s + latency_s);
+        there_s += bytes_s + latency_s;
+      }
+      there_s += each_s;
+    }
+  }
+  return least_s;
+}
+
+}  // namespace smartinf::sim

@@ -1,0 +1,50 @@
+// A training step of several ranks, each a stage of a pipeline, on a virtual clock: the order is
+// that of plan/pipeline_schedule, which the trainer runs, too.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "smartinf/sim/cluster.h"
+#include "smartinf/sim/step.h"
+
+namespace smartinf::sim {
+
+/// Ranks of a step: rank r is replica r % replicas of stage r / replicas.
+struct PipelineLoad {
+  uint32_t stages = 1;
+  uint32_t replicas = 1;
+  uint32_t ahead = 0;  // plan::pipeline_actions()
+  /// Every exchange is waited for by both ends, as in torch's and Megatron's pipelines.
+  bool waits = false;
+  bool late = true;                     // the update runs beside the next step's first forward
+  std::vector<StageTimes> times;        // of each rank
+  std::vector<uint32_t> box;            // of each rank, in the cluster
+  std::vector<uint64_t> micro_batches;  // of each replica
+  uint64_t message_bytes = 0;           // of a micro batch, at each boundary and in each direction
+
+  uint32_t ranks() const { return static_cast<uint32_t>(times.size()); }
+  uint32_t stage(uint32_t rank) const { return rank / replicas; }
+  uint64_t batches(uint32_t rank) const { return micro_batches[rank % replicas]; }
+};
+
+struct PipelineTimes {
+  double step_s = 0;
+  std::vector<double> computing;  // share of the step, of each rank
+  std::string bound_by;           // what is busy for the largest part of it, and that part
+  double bound_share = 0;
+  std::vector<Span> spans;  // of one step
+};
+
+/// A step in the steady state: the time from when all ranks have ended backward to when they have
+/// again. Ranks of a box share its links, and each link's two directions are apart. trace: keeps
+/// spans. Pure; deterministic to the bit.
+PipelineTimes simulate_pipeline(const PipelineLoad& load, const Cluster& cluster,
+                                bool trace = false);
+
+/// No step is shorter: each stage computes all its micro batches behind the first one's way to it,
+/// and before the last one's way back; each link carries its messages.
+double least_step_s(const PipelineLoad& load, const Cluster& cluster);
+
+}  // namespace smartinf::sim

@@ -1,0 +1,141 @@
+#include "smartinf/sim/pipeline_step.h"
+
+#include <algorithm>
+
+#include <gtest/gtest.h>
+
+namespace smartinf::sim {
+namespace {
+
+/// A rank on each box, links of 1 byte a second: messages take as many seconds as they have bytes.
+struct Case {
+  PipelineLoad load;
+  Cluster cluster;
+
+  Case(uint32_t stages, uint64_t micro_batches, double forward_s, double backward_s,
+       uint64_t message_s = 0, uint32_t replicas = 1) {
+    load.stages = stages;
+    load.replicas = replicas;
+    load.micro_batches.assign(replicas, micro_batches);
+    load.message_bytes = message_s;
+    StageTimes times;
+    times.forward_s = forward_s;
+    times.backward_s = backward_s;
+    for (uint32_t rank = 0; rank < stages * replicas; ++rank) {
+      load.times.push_back(times);
+      load.box.push_back(rank);
+      cluster.boxes.emplace_back().name = "box" + std::to_string(rank);
+    }
+    Link link;
+    link.bytes_per_s = 1;
+    cluster.links.assign(load.box.size() * load.box.size(), link);
+  }
+
+  double step_s() const {
+    const PipelineTimes times = simulate_pipeline(load, cluster);
+    EXPECT_LE(least_step_s(load, cluster), times.step_s * (1 + 1e-9));
+    return times.step_s;
+  }
+};
+
+TEST(PipelineStep, ABubbleIsThatOf1F1B) {
+  // (p - 1) / (m + p - 1) of the step, the zero-bubble README's and DualPipe's (P - 1)(F + B).
+  for (const uint32_t stages : {1u, 2u, 4u, 8u}) {
+    for (const uint64_t micro_batches : {8, 12, 64}) {
+      for (const double backward_s : {1.0, 2.0}) {
+        for (const uint32_t ahead : {0u, 2u}) {
+          Case one(stages, micro_batches, 1, backward_s);
+          one.load.ahead = ahead;
+          const double busy = static_cast<double>(micro_batches) * (1 + backward_s);
+          const double bubble = (stages - 1) * (1 + backward_s);
+          EXPECT_NEAR(one.step_s(), busy + bubble, 1e-6);
+          EXPECT_NEAR(simulate_pipeline(one.load, one.cluster).computing.front(),
+                      1 - (stages - 1.0) / (static_cast<double>(micro_batches) + stages - 1), 1e-9);
+        }
+      }
+    }
+  }
+}
+
+TEST(PipelineStep, MessagesThatTakeNoLongerThanComputingAreHidden) {
+  const auto each_s = [](uint32_t stages, uint64_t message_s, bool waits) {
+    Case many(stages, 40, 4, 4, message_s), few(stages, 30, 4, 4, message_s);
+    for (Case* one : {&many, &few}) {
+      one->load.ahead = waits ? 0 : 2;
+      one->load.waits = waits;
+    }
+    return (many.step_s() - few.step_s()) / 10;
+  };
+  for (const uint32_t stages : {2u, 3u}) {
+    // A box with two neighbours sends two messages for a micro batch over its interface.
+    const double messages = stages - 1;
+    for (const uint64_t message_s : {2, 4, 8, 16}) {
+      EXPECT_NEAR(each_s(stages, message_s, false),
+                  std::max(8.0, messages * static_cast<double>(message_s)), 1e-6)
+          << stages << ", " << message_s;
+    }
+  }
+  // Where exchanges are waited for, each end does it: f + b + c between two stages, and once more
+  // for a stage with two neighbours.
+  EXPECT_NEAR(each_s(2, 4, true), 12, 1e-6);
+  EXPECT_NEAR(each_s(3, 4, true), 16, 1e-6);
+}
+
+TEST(PipelineStep, ALongStepIsOfAsLongMicroBatches) {
+  Case longer(4, 500, 2, 3, 4), shorter(4, 96, 2, 3, 4);
+  longer.load.ahead = shorter.load.ahead = 2;
+  longer.load.times[2].forward_s = shorter.load.times[2].forward_s = 2.5;
+  EXPECT_NEAR(longer.step_s() - shorter.step_s(), 404 * 8, 1e-6) << "the interfaces' pace";
+}
+
+TEST(PipelineStep, RanksOfABoxShareItsLink) {
+  Case apart(2, 20, 1, 1, 4, 2);
+  apart.load.ahead = 2;
+  Case together = apart;
+  together.load.box = {0, 0, 1, 1};
+  EXPECT_NEAR(together.step_s() / apart.step_s(), 2, 0.15);
+  together.cluster.boxes[0].machine.network.near_bytes_per_s = 100;
+  together.load.box = {0, 0, 0, 0};
+  EXPECT_LT(together.step_s(), 0.6 * apart.step_s()) << "no link is between them";
+}
+
+TEST(PipelineStep, AnUpdateRunsBesideTheNextForwardAndInBubbles) {
+  Case one(2, 8, 1, 1);
+  const double alone_s = one.step_s();
+  one.load.times[1].update_s = 2;  // the second stage waits for the first one's forward anyway
+  EXPECT_NEAR(one.step_s(), alone_s, 1e-6);
+  one.load.times[0].update_s = 3;
+  EXPECT_NEAR(one.step_s(), alone_s + 2, 1e-6) << "all but the first forward";
+  one.load.late = false;
+  EXPECT_NEAR(one.step_s(), alone_s + 3, 1e-6);
+  one.load.times[0].update_cores = 0.5;  // of the cores that compute
+  one.load.late = true;
+  EXPECT_GT(one.step_s(), alone_s + 2);
+  one.load.times[0].update_cores = 0;
+  one.load.times[0].sync_s = 100;  // gradients go to devices behind it
+  EXPECT_NEAR(one.step_s(), 103, 1e-6);
+}
+
+TEST(PipelineStep, TheSlowestOfAllSetsThePaceAndIsNamed) {
+  Case one(3, 30, 1, 1);
+  EXPECT_EQ(simulate_pipeline(one.load, one.cluster).bound_by, "computing on box0");
+  one.load.times[1].backward_s = 3;
+  EXPECT_EQ(simulate_pipeline(one.load, one.cluster).bound_by, "computing on box1");
+  one.load.message_bytes = 5;
+  one.load.ahead = 2;
+  const PipelineTimes times = simulate_pipeline(one.load, one.cluster, true);
+  EXPECT_TRUE(times.bound_by.starts_with("the network from ")) << times.bound_by;
+  // The spans are those of one step.
+  const auto of_lane = [&](const std::string& lane) {
+    return std::ranges::count(times.spans, lane, &Span::lane);
+  };
+  EXPECT_EQ(of_lane("stage 1, rank 1, box1"), 60);
+  EXPECT_EQ(of_lane("box0 to box1"), 30);
+  for (const Span& span : times.spans) {
+    EXPECT_GE(span.start_s, 0);
+    EXPECT_LE(span.end_s, times.step_s + 1e-9);
+  }
+}
+
+}  // namespace
+}  // namespace smartinf::sim

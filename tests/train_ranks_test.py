@@ -134,13 +134,77 @@ class TrainRanks(StreamCase):
                     self.assertEqual({row["pipeline_sent_bytes"] for row in rows(told, "pipeline_sent_bytes")},
                                      {batches * message})
 
+    def test_stages_in_chunks_have_the_bits_of_one_process(self):
+        """Two of two chunks, which then go on as stages that stay; at night also of two ranks each, and an untied head."""
+        said = ["--train.validate_every", "2", "--train.sample_prompts", "def", "--train.sample_tokens", "8", "--json",
+                "--engine.subgroup_elements", "65536", "--model.layers", "4", "--train.accumulation", "5", "--train.micro_batch", "2",
+                "--train.warmup_steps", "1", "--train.lr_floor", "1"]
+        rows = lambda text, key: [row for row in map(json.loads, text.splitlines()) if key in row]
+        recipe = self.recipe(steps=4)
+        for tied, counts in (("true", (2, 4) if ALL else (2,)), *((("false", (2,)),) if ALL else ())):
+            flags = [*said, "--model.tied_head", tied]
+            one = self.train_with(1, recipe, f"one_{tied}", *flags)
+            for ranks in counts:
+                with self.subTest(tied=tied, ranks=ranks):
+                    run = f"chunks_{tied}_{ranks}"
+                    own = [*flags, *self.stages(2, run, ranks)]
+                    told = self.train_with(ranks, recipe, run, *own, "--ranks.chunks", "2", "--train.steps", "2")
+                    # Of each chunk but the model's last a message forward, of each but its first one back.
+                    self.assertEqual({row["pipeline_sent_bytes"] for row in rows(told, "pipeline_sent_bytes")},
+                                     {3 * (5 if ranks == 2 else 2) * 2 * 32 * 96 * 2})
+                    told += self.train_with(ranks, recipe, run, *own)
+                    self.check_same_as(run, f"one_{tied}")
+                    for key in ("validation_loss", "samples"):
+                        self.assertEqual(rows(told, key)[-1], rows(one, key)[-1])
+
+    # As of ranks that stream: how little memory is enough varies.
+    if ALL:
+        def test_stages_whose_weights_come_from_the_devices_have_the_bits_of_one_process(self):
+            flags = [*STREAMED, "--train.accumulation", "4", "--memory.activations", "recompute",
+                     "--train.warmup_steps", "1", "--train.lr_floor", "1"]
+            recipe = self.recipe(steps=6)
+            self.train_with(1, recipe, "one", *flags)
+            chunks = ["--ranks.chunks", "6"]
+            with self.ranks(2, recipe, "refused", *flags, *self.stages(2, "refused"), *chunks, "--memory.host", "50MiB") as started:
+                self.assertEqual(started.wait(60), [1, 1])
+                least = max(int(re.search(r"needs (\d+) MiB", started.err(rank)).group(1)) for rank in range(2))
+            chunks += ["--memory.host", f"{least + 2}MiB"]
+            for ranks in (2, 4):
+                run = f"streamed_{ranks}"
+                told = self.train_with(ranks, recipe, run, *flags, *self.stages(2, run, ranks), *chunks)
+                self.assertIn("come from the devices", told)
+                self.check_same_as(run, "one")
+            # A stage cannot read what others have: it says so, and with memory for it the run goes on.
+            own = [*flags, *self.stages(2, "elsewhere")]
+            self.train(recipe, "elsewhere", *flags, *own[-8:], "--train.steps", "2")
+            with self.ranks(2, recipe, "elsewhere", *own, *chunks) as started:
+                self.assertEqual(started.wait(60), [1, 1])
+                self.assertIn("The run was begun with another division", started.err(0) + started.err(1))
+            self.train_with(2, recipe, "elsewhere", *own)
+            self.check_same_as("elsewhere", "one")
+
+    def test_compressed_gradients_between_stages_are_the_same_in_every_start(self):
+        recipe = self.recipe(steps=4)
+        flags = ["--train.accumulation", "4", "--train.micro_batch", "1", "--train.warmup_steps", "1", "--train.lr_floor", "1"]
+        self.train_with(2, recipe, "whole", *flags, *self.stages(2, "whole"))
+        for form in ("lowrank", "int4") if ALL else ("lowrank",):
+            own = ["--compress.pipeline", form, "--compress.pipeline_when", "always", "--compress.pipeline_rank", "8"]
+            for run, starts in ((form, ("4",)), (form + "_again", ("2", "4"))):
+                for steps in starts:
+                    self.train_with(2, recipe, run, *flags, *self.stages(2, run), *own, "--train.steps", steps)
+            self.check_same_as(form + "_again", form)
+            self.assertNotEqual(self.losses(form), self.losses("whole"))
+            for (_, here), (_, there) in zip(self.losses(form), self.losses("whole"), strict=True):
+                self.assertAlmostEqual(here / there, 1, delta=0.02)
+
     def test_one_process_and_two_stages_add_gradients_in_the_same_order_by_themselves(self):
         recipe = self.recipe(steps=4)
-        flags = ["--train.accumulation", "6", "--train.micro_batch", "1"]
+        flags = ["--train.accumulation", "6", "--train.micro_batch", "1", "--model.layers", "3"]
         plain = lambda run, more=(): [*TrainCase.command(self, recipe, run, [*flags, *more])]
         subprocess.run(plain("one"), check=True, capture_output=True, timeout=300)
-        with Ranks(plain("two", self.stages(2, "two")), 2) as ranks:
+        with Ranks(plain("two", [*self.stages(2, "two"), "--ranks.split", "1, 2"]), 2) as ranks:
             self.assertEqual(ranks.wait(100), [0, 0], ranks.err(0) + ranks.err(1))
+            self.assertIn("rank 0: the embedding, layers 0 to 0;", ranks.out(0))
         self.check_same_as("two", "one")
 
     def test_a_stage_that_dies_is_named_and_any_other_pipeline_goes_on(self):
@@ -172,7 +236,14 @@ class TrainRanks(StreamCase):
         for flags, text in ((["--ranks.pipeline", "3"], "ranks.pipeline is 3, and there are 2 ranks"),
                             (["--ranks.pipeline", "2", "--train.accumulation", "1"], "Set it to 2 or a multiple"),
                             (["--ranks.pipeline", "2", "--memory.activations", "offload"], "Set it to \"recompute\""),
-                            (["--ranks.pipeline", "2", "--memory.host", "50MiB"], "of more stages each has less"),
+                            (["--ranks.pipeline", "2", "--ranks.split", "1, 9"], "the layers of each of the 2 stages"),
+                            (["--ranks.split", "1, 1"], "ranks.pipeline is 1"),
+                            (["--ranks.pipeline", "2", "--memory.host", "50MiB"], "the host's memory at least"),
+                            (["--ranks.pipeline", "2", "--ranks.chunks", "1", "--memory.host", "50MiB"],
+                             "of more stages each has less"),
+                            (["--ranks.pipeline", "2", "--ranks.chunks", "9"], "Set it to"),
+                            (["--ranks.chunks", "2"], "ranks.pipeline is 1"),
+                            (["--compress.pipeline", "int8"], "ranks.pipeline is 1"),
                             (["--ranks.tensor", "2"], "divide the layers with ranks.pipeline")):
             with self.subTest(flags), self.ranks(2, recipe, "a", *flags) as ranks:
                 self.assertTrue(all(code in (1, 2) for code in ranks.wait(60)))

@@ -215,6 +215,19 @@ constexpr auto kKeys = std::to_array<Key>({
     SI_KEY("compress.error_feedback", &r.updater.compress.error_feedback,
            "whether the part of a gradient that is not sent (the residual) is kept in host memory "
            "and added to the next gradient; false: it is lost"),
+    SI_KEY("compress.pipeline", base::by_name(r.options.ranks.compression.form),
+           "form of the gradients that go back between stages (docs/pipeline.md): \"none\": whole; "
+           "\"lowrank\": a product of two narrow matrices; \"int8\", \"int4\": integers. The "
+           "losses are then those of no run without it"),
+    SI_KEY("compress.pipeline_rank", &r.options.ranks.compression.rank,
+           "columns of the matrices of compress.pipeline = \"lowrank\""),
+    SI_KEY("compress.pipeline_when", base::by_name(r.options.ranks.compression.when),
+           "gradients that compress.pipeline is for: \"epilogue\": the last ones of a step, for "
+           "which the stages before wait; \"always\": all"),
+    SI_KEY(
+        "compress.pipeline_feedback", base::by_name(r.options.ranks.compression.feedback),
+        "treatment of what compress.pipeline loses: \"step\": it is added to the next gradient "
+        "of the step; \"none\": nothing"),
     SI_KEY("compress.residual_every", &r.updater.compress.residual_every,
            "steps between writes of the residual to the devices, 2 bytes a parameter; 1: every "
            "step, so that a crash loses none of it; 0: never"),
@@ -291,6 +304,13 @@ constexpr auto kKeys = std::to_array<Key>({
         "stages that the layers are divided into (docs/pipeline.md): each rank has the layers and "
         "the state of one stage, and ranks / stages of them share the micro batches; 1: every "
         "rank computes the whole model"),
+    SI_KEY("ranks.chunks", &r.options.ranks.chunks,
+           "parts of each stage's layers, which stages compute by turns: weights of several come "
+           "from the devices as far as memory does not suffice; 1: all weights of a stage stay in "
+           "memory; 0: 1 if there is memory for it, else the fewest for which there is"),
+    SI_KEY("ranks.split", &r.options.ranks.split,
+           "layers of each stage, \"9, 8, 8, 7\", for machines that are not alike; empty: stages "
+           "of equal computing"),
     SI_KEY("ranks.tensor", &r.options.ranks.tensor,
            "ranks that divide a matrix among them: 1, and nothing else is possible"),
     SI_KEY("ranks.timeout", &r.options.ranks.timeout_s,

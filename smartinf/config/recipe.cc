@@ -283,7 +283,7 @@ class Reader {
   void check_compression_is_chosen() {
     if (loaded_.origins.contains("compress.density")) return;
     for (const auto& [key, origin] : loaded_.origins) {
-      if (section_of(key) != "compress") continue;
+      if (section_of(key) != "compress" || key.starts_with("compress.pipeline")) continue;
       file_.problem(with_origin(
           Status(ErrorCode::kInvalidArgument,
                  key + " is given without compress.density, so gradients would be sent dense",

@@ -26,4 +26,16 @@ std::vector<PipelineAction> pipeline_actions(uint32_t stages, uint32_t stage,
   return actions;
 }
 
+std::vector<PipelineAction> looped_actions(uint32_t chunks, uint64_t micro_batches) {
+  using enum PipelineAction::Kind;
+  std::vector<PipelineAction> actions;
+  for (uint32_t chunk = 0; chunk < chunks; ++chunk) {
+    for (uint64_t i = 0; i < micro_batches; ++i) actions.push_back({kForward, i, chunk});
+  }
+  for (uint32_t chunk = chunks; chunk-- > 0;) {
+    for (uint64_t i = 0; i < micro_batches; ++i) actions.push_back({kBackward, i, chunk});
+  }
+  return actions;
+}
+
 }  // namespace smartinf::plan

@@ -4,6 +4,13 @@
 //
 //   stage 0   F0 F1 F2    B0 F3 B1 F4 B2 .. B3 B4
 //   stage 1      F0 B0 F1 B1 F2 B2 F3 B3 F4 B4
+//
+// Stages whose weights come from devices have their units in chunks, which the stages take by
+// turns, and each chunk does all micro batches before the next one (breadth first, as Lamy-Poirier
+// 2022), so that its weights are needed once in each direction. Of two chunks a and b:
+//
+//   stage 0   Fa0 Fa1 Fa2 Fb0 Fb1 Fb2         Bb0 Bb1 Bb2 Ba0 Ba1 Ba2
+//   stage 1       Fa0 Fa1 Fa2 Fb0 Fb1 Fb2 Bb0 Bb1 Bb2 Ba0 Ba1 Ba2
 #pragma once
 
 #include <cstdint>
@@ -11,13 +18,15 @@
 
 namespace smartinf::plan {
 
-/// Forward or backward of one stage for one micro batch. Forward awaits the output of the stage
-/// before for that micro batch, and sends its own to the stage behind; backward awaits the gradient
-/// of that, and sends its own to the stage before.
+/// Forward or backward of one stage, or one chunk of it, for one micro batch. Forward awaits the
+/// output of the stage before for that micro batch, and sends its own to the stage behind; backward
+/// awaits the gradient of that, and sends its own to the stage before. Before a chunk of the first
+/// stage is the chunk before of the last one.
 struct PipelineAction {
   enum class Kind : uint8_t { kForward, kBackward };
   Kind kind = Kind::kForward;
   uint64_t micro_batch = 0;
+  uint32_t chunk = 0;
 
   friend bool operator==(const PipelineAction&, const PipelineAction&) = default;
 };
@@ -36,5 +45,8 @@ uint64_t pipeline_in_flight(uint32_t stages, uint32_t stage, uint64_t micro_batc
 /// that sums of gradients have the bits of one process; `ahead` is the same on all stages.
 std::vector<PipelineAction> pipeline_actions(uint32_t stages, uint32_t stage,
                                              uint64_t micro_batches, uint32_t ahead);
+
+/// The actions of any stage of so many chunks. Micro batches ascend in each direction and chunk.
+std::vector<PipelineAction> looped_actions(uint32_t chunks, uint64_t micro_batches);
 
 }  // namespace smartinf::plan

@@ -19,45 +19,54 @@ struct Times {
 };
 
 /// Runs all stages beside each other, over a link in each direction between neighbours, and returns
-/// when the last one ends. Checks what the header says on the way.
-double run(uint32_t stages, uint64_t micro_batches, uint32_t ahead, const Times& times) {
+/// when the last one ends. Checks what the header says on the way. Times are of a stage's chunk;
+/// chunks 0: all units stay.
+double run(uint32_t stages, uint64_t micro_batches, uint32_t ahead, const Times& times,
+           uint32_t chunks = 0) {
+  using Part = std::pair<uint32_t, uint64_t>;  // of the model, and micro batch
   struct Stage {
     std::vector<PipelineAction> actions;
     size_t next = 0;
     double now = 0;
-    uint64_t forward = 0;
-    uint64_t backward = 0;
+    std::map<uint32_t, uint64_t> forward;  // by chunk
+    std::map<uint32_t, uint64_t> backward;
     double sent_on = 0;    // when the link to the stage behind is free
     double sent_back = 0;  // likewise before
-    std::map<uint64_t, double> inputs;
-    std::map<uint64_t, double> gradients;
   };
   std::vector<Stage> all(stages);
+  std::map<Part, double> inputs;
+  std::map<Part, double> gradients;
+  const uint32_t each = std::max(1u, chunks);
   for (uint32_t s = 0; s < stages; ++s) {
-    all[s].actions = pipeline_actions(stages, s, micro_batches, ahead);
-    EXPECT_EQ(all[s].actions.size(), 2 * micro_batches);
+    all[s].actions = chunks > 0 ? looped_actions(chunks, micro_batches)
+                                : pipeline_actions(stages, s, micro_batches, ahead);
+    EXPECT_EQ(all[s].actions.size(), 2 * micro_batches * each);
   }
   for (bool moved = true; moved;) {
     moved = false;
     for (uint32_t s = 0; s < stages; ++s) {
       Stage& stage = all[s];
       while (stage.next < stage.actions.size()) {
-        const auto& [kind, i] = stage.actions[stage.next];
+        const auto& [kind, i, chunk] = stage.actions[stage.next];
         const bool forward = kind == Kind::kForward;
-        auto& awaited = forward ? stage.inputs : stage.gradients;
-        if (s != (forward ? 0 : stages - 1)) {
-          if (!awaited.contains(i)) break;
-          stage.now = std::max(stage.now, awaited[i]);
+        const uint32_t part = chunk * stages + s;
+        const auto& awaited = forward ? inputs : gradients;
+        if (part != (forward ? 0 : stages * each - 1)) {
+          if (!awaited.contains({part, i})) break;
+          stage.now = std::max(stage.now, awaited.at({part, i}));
         }
         stage.now += forward ? times.forward : times.backward;
-        EXPECT_EQ(i, forward ? stage.forward++ : stage.backward++) << "in ascending order";
-        EXPECT_LE(stage.backward, stage.forward);
-        EXPECT_LE(stage.forward - stage.backward,
-                  pipeline_in_flight(stages, s, micro_batches, ahead));
+        uint64_t& ahead_here = stage.forward[chunk];
+        uint64_t& back_here = stage.backward[chunk];
+        EXPECT_EQ(i, forward ? ahead_here++ : back_here++) << "in ascending order";
+        EXPECT_LE(back_here, ahead_here);
+        if (chunks == 0) {
+          EXPECT_LE(ahead_here - back_here, pipeline_in_flight(stages, s, micro_batches, ahead));
+        }
         double& link = forward ? stage.sent_on : stage.sent_back;
         link = std::max(link, stage.now) + times.message;
-        if (forward && s + 1 < stages) all[s + 1].inputs[i] = link;
-        if (!forward && s > 0) all[s - 1].gradients[i] = link;
+        if (forward) inputs[{part + 1, i}] = link;
+        if (!forward && part > 0) gradients[{part - 1, i}] = link;
         ++stage.next;
         moved = true;
       }
@@ -69,6 +78,32 @@ double run(uint32_t stages, uint64_t micro_batches, uint32_t ahead, const Times&
     end = std::max(end, stage.now);
   }
   return end;
+}
+
+TEST(PipelineSchedule, ChunksAreWaitedForOnlyAtTheBeginAndTheEnd) {
+  for (uint32_t stages = 2; stages <= 4; ++stages) {
+    for (uint32_t chunks = 2; chunks <= 5; ++chunks) {
+      for (uint64_t micro_batches = 1; micro_batches <= 12; ++micro_batches) {
+        SCOPED_TRACE(testing::Message() << stages << " stages of " << chunks << " chunks, "
+                                        << micro_batches << " micro batches");
+        const double took = run(stages, micro_batches, 0, {1, 2, 0}, chunks);
+        run(stages, micro_batches, 0, {1, 2, 5}, chunks);
+        if (micro_batches < stages) continue;  // else a stage waits for the last one's chunk
+        EXPECT_DOUBLE_EQ(took, 3.0 * static_cast<double>(chunks * micro_batches + stages - 1));
+      }
+    }
+  }
+}
+
+TEST(PipelineSchedule, AChunkDoesAllMicroBatchesBeforeTheNextOne) {
+  EXPECT_EQ(looped_actions(2, 2), (std::vector<PipelineAction>{{Kind::kForward, 0, 0},
+                                                               {Kind::kForward, 1, 0},
+                                                               {Kind::kForward, 0, 1},
+                                                               {Kind::kForward, 1, 1},
+                                                               {Kind::kBackward, 0, 1},
+                                                               {Kind::kBackward, 1, 1},
+                                                               {Kind::kBackward, 0, 0},
+                                                               {Kind::kBackward, 1, 0}}));
 }
 
 TEST(PipelineSchedule, EveryMicroBatchGoesForwardAndBackOnceAndNobodyWaitsForEver) {

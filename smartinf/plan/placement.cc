@@ -3,6 +3,9 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <map>
+#include <ranges>
+#include <utility>
 
 #include <fmt/format.h>
 
@@ -154,28 +157,32 @@ base::Result<std::vector<DeviceId>> place(std::span<const Subgroup> subgroups,
 base::Result<std::vector<DeviceId>> place_by_stage(std::span<const Subgroup> subgroups,
                                                    std::span<const DeviceCapacity> devices,
                                                    std::span<const RankSpan> stages) {
-  std::vector<DeviceId> owner(subgroups.size(), DeviceId{kNobody});
-  for (size_t stage = stages.size(); stage-- > 0;) {
-    const RankSpan& span = stages[stage];
-    std::vector<Subgroup> of_stage;
-    std::vector<size_t> numbers;
-    for (size_t i = 0; i < subgroups.size(); ++i) {
-      const uint64_t first = subgroups[i].first;
-      if (owner[i].value != kNobody || first < span.first || first >= span.end()) continue;
-      of_stage.push_back(subgroups[i]);
-      numbers.push_back(i);
+  // A subgroup is the last span's in which it begins: the tied head's comes first.
+  std::map<uint32_t, std::pair<RankSpan, std::vector<size_t>>> numbers;  // by first rank
+  for (size_t i = 0; i < subgroups.size(); ++i) {
+    for (const RankSpan& span : std::views::reverse(stages)) {
+      if (subgroups[i].first < span.first || subgroups[i].first >= span.end()) continue;
+      auto& [ranks, of_ranks] = numbers[span.first_rank];
+      ranks = span;
+      of_ranks.push_back(i);
+      break;
     }
-    if (of_stage.empty()) continue;
+  }
+  std::vector<DeviceId> owner(subgroups.size(), DeviceId{kNobody});
+  for (const auto& [first_rank, one] : numbers) {
+    const auto& [ranks, of_ranks] = one;
+    std::vector<Subgroup> mine;
+    for (const size_t i : of_ranks) mine.push_back(subgroups[i]);
     std::vector<DeviceCapacity> own;
     std::vector<uint32_t> own_numbers;
     for (uint32_t d = 0; d < devices.size(); ++d) {
-      if (!span.has_rank(devices[d].rank)) continue;
+      if (!ranks.has_rank(devices[d].rank)) continue;
       own.push_back(devices[d]);
       own_numbers.push_back(d);
     }
-    SI_ASSIGN_OR_RETURN(const std::vector<DeviceId> placed, place(of_stage, own));
-    for (size_t i = 0; i < numbers.size(); ++i) {
-      owner[numbers[i]] = DeviceId{own_numbers[placed[i].value]};
+    SI_ASSIGN_OR_RETURN(const std::vector<DeviceId> placed, place(mine, own));
+    for (size_t i = 0; i < of_ranks.size(); ++i) {
+      owner[of_ranks[i]] = DeviceId{own_numbers[placed[i].value]};
     }
   }
   return owner;

@@ -19,7 +19,7 @@ namespace smartinf::plan {
 
 uint32_t Stages::of_unit(uint32_t unit) const {
   const auto behind = std::upper_bound(begin.begin(), begin.end() - 1, unit);
-  return static_cast<uint32_t>(behind - begin.begin()) - 1;
+  return (static_cast<uint32_t>(behind - begin.begin()) - 1) % count();
 }
 
 std::vector<uint32_t> split_units(uint32_t units, uint32_t stages,
@@ -124,17 +124,29 @@ void take_stage(const Pipeline& pipeline, TrainingMemoryInput& memory) {
   TrainingModel& model = memory.model;
   const uint64_t layers = std::exchange(model.layers, 0);
   model.parameters = 0;
+  const std::vector<Unit> all = std::exchange(memory.units, {});
   for (const uint32_t unit : pipeline.units(model.tied)) {
-    model.parameters += memory.units[unit].count;
-    model.layers += memory.units[unit].layers;
+    memory.units.push_back(all[unit]);
+    memory.units.back().first = model.parameters;  // without what other stages have
+    model.parameters += all[unit].count;
+    model.layers += all[unit].layers;
   }
   model.adapters = model.adapters * model.layers / layers;
   if (!pipeline.last()) model.vocabulary = 0;
   const uint64_t batches = base::divide_up(memory.accumulation, pipeline.stages.replicas);
   memory.ranks = pipeline.stages.replicas;
-  memory.in_flight =
-      pipeline_in_flight(pipeline.stages.count(), pipeline.stage(), batches, pipeline.ahead);
-  memory.messages = 4 * (1 + pipeline.ahead);
+  if (pipeline.stages.chunks == 1) {
+    memory.in_flight =
+        pipeline_in_flight(pipeline.stages.count(), pipeline.stage(), batches, pipeline.ahead);
+    memory.messages = 4 * (1 + pipeline.ahead);
+    return;
+  }
+  memory.messages = 2 * batches;
+  for (uint32_t chunk = 0; chunk < pipeline.stages.chunks; ++chunk) {
+    memory.chunk_units = std::max(memory.chunk_units, pipeline.end(chunk) - pipeline.begin(chunk));
+  }
+  // Two stages compute with a tied embedding.
+  memory.staying_units = model.tied && (pipeline.begin(0) == 0 || pipeline.last()) ? 1 : 0;
 }
 
 uint32_t most_ahead(std::span<const AheadCost> costs) {
@@ -152,8 +164,10 @@ uint32_t most_ahead(std::span<const AheadCost> costs) {
 
 std::vector<uint32_t> Pipeline::units(bool tied) const {
   std::vector<uint32_t> units;
-  if (tied && last() && begin() > 0) units.push_back(0);
-  for (uint32_t unit = begin(); unit < end(); ++unit) units.push_back(unit);
+  if (tied && last() && begin(0) > 0) units.push_back(0);
+  for (uint32_t chunk = 0; chunk < stages.chunks; ++chunk) {
+    for (uint32_t unit = begin(chunk); unit < end(chunk); ++unit) units.push_back(unit);
+  }
   return units;
 }
 
@@ -163,10 +177,10 @@ std::vector<RankSpan> rank_spans(const Stages& stages, std::span<const Unit> uni
   if (tied > 0 && count > 1) {
     spans.push_back({0, tied, (count - 1) * stages.replicas, stages.replicas});
   }
-  for (uint32_t stage = 0; stage < count; ++stage) {
-    const uint64_t first = units[stages.begin[stage]].first;
-    const uint64_t end = units[stages.begin[stage + 1] - 1].end();
-    spans.push_back({first, end - first, stage * stages.replicas, stages.replicas});
+  for (uint32_t part = 0; part < stages.parts(); ++part) {
+    const uint64_t first = units[stages.begin[part]].first;
+    const uint64_t end = units[stages.begin[part + 1] - 1].end();
+    spans.push_back({first, end - first, part % count * stages.replicas, stages.replicas});
   }
   return spans;
 }

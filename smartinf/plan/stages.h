@@ -21,13 +21,17 @@ struct RankSpan {
   bool has_rank(uint32_t rank) const { return rank >= first_rank && rank - first_rank < ranks; }
 };
 
-/// Stages of whole units, one after another, each computed by as many ranks: its replicas, which
-/// share the micro batches of a step. Rank r is replica r % replicas of stage r / replicas.
+/// Stages of whole units, each computed by as many ranks: its replicas, which share the micro
+/// batches of a step. Rank r is replica r % replicas of stage r / replicas. The model is divided
+/// into parts, one after another, which the stages have by turns: chunk c of stage s of S is part
+/// c S + s.
 struct Stages {
-  std::vector<uint32_t> begin = {0, 0};  // first unit of each, and the number of units
+  std::vector<uint32_t> begin = {0, 0};  // first unit of each part, and the number of units
   uint32_t replicas = 1;
+  uint32_t chunks = 1;  // parts of each stage; of several their weights may come from devices
 
-  uint32_t count() const { return static_cast<uint32_t>(begin.size() - 1); }
+  uint32_t parts() const { return static_cast<uint32_t>(begin.size() - 1); }
+  uint32_t count() const { return parts() / chunks; }
   uint32_t of_rank(uint32_t rank) const { return rank / replicas; }
   uint32_t replica(uint32_t rank) const { return rank % replicas; }
   uint32_t of_unit(uint32_t unit) const;
@@ -42,9 +46,11 @@ struct Pipeline {
   bool on() const { return stages.count() > 1; }
   uint32_t stage() const { return stages.of_rank(rank); }
   bool last() const { return stage() + 1 == stages.count(); }
-  uint32_t begin() const { return stages.begin[stage()]; }
-  uint32_t end() const { return stages.begin[stage() + 1]; }
-  /// Units whose weights this rank has. tied: the head computes with unit 0.
+  /// Units of a chunk.
+  uint32_t begin(uint32_t chunk) const { return stages.begin[part(chunk)]; }
+  uint32_t end(uint32_t chunk) const { return stages.begin[part(chunk) + 1]; }
+  uint32_t part(uint32_t chunk) const { return chunk * stages.count() + stage(); }
+  /// Units whose weights this rank has, ascending. tied: the head computes with unit 0.
   std::vector<uint32_t> units(bool tied) const;
 };
 
@@ -67,7 +73,7 @@ struct StageCosts {
 double unit_cost(const StageCosts& model, uint32_t unit);
 
 /// Elements of the space by the ranks that compute with them. tied: so many of the first elements
-/// are the last stage's too; that span comes first, as its gradients do.
+/// are the last stage's too; that span comes first, as its gradients do. Spans of parts follow.
 std::vector<RankSpan> rank_spans(const Stages& stages, std::span<const Unit> units,
                                  uint64_t tied = 0);
 

@@ -101,5 +101,21 @@ TEST(Stages, RanksOfAStageAreNextToEachOther) {
   EXPECT_EQ((Pipeline{stages, 3, 0}.units(/*tied=*/true)), (std::vector<uint32_t>{0, 2}));
 }
 
+TEST(Stages, StagesHavePartsByTurns) {
+  const Stages stages{{0, 1, 2, 4, 5}, 1, 2};
+  const std::vector<Unit> units{
+      {0, 4, 0, 0}, {4, 4, 0, 1}, {8, 4, 1, 1}, {12, 4, 2, 1}, {16, 4, 0, 0}};
+  EXPECT_EQ(stages.count(), 2u);
+  EXPECT_EQ(stages.of_unit(1), 1u);
+  EXPECT_EQ(stages.of_unit(3), 0u);
+  EXPECT_EQ((Pipeline{stages, 0, 0}.units(false)), (std::vector<uint32_t>{0, 2, 3}));
+  EXPECT_EQ((Pipeline{stages, 1, 0}.units(true)), (std::vector<uint32_t>{0, 1, 4}));
+  const auto spans = rank_spans(stages, units);
+  ASSERT_EQ(spans.size(), 4u);
+  EXPECT_EQ(spans[2].count, 8u);
+  EXPECT_TRUE(spans[2].has_rank(0));
+  EXPECT_TRUE(spans[3].has_rank(1));
+}
+
 }  // namespace
 }  // namespace smartinf::plan

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <bit>
+#include <functional>
+#include <numeric>
 #include <span>
 #include <string>
 #include <utility>
@@ -70,10 +72,13 @@ uint64_t inputs_of(const TrainingMemoryInput& input) {
   return (input.units.size() - 1) * batches_of(input);
 }
 
-uint64_t largest_of(std::span<const Unit> units) {
-  uint64_t elements = 0;
-  for (const Unit& unit : units) elements = std::max(elements, unit.count);
-  return elements;
+/// Elements of the `count` largest.
+uint64_t largest_of(std::span<const Unit> units, size_t count = 1) {
+  std::vector<uint64_t> elements;
+  for (const Unit& unit : units) elements.push_back(unit.count);
+  std::ranges::sort(elements, std::greater());
+  elements.resize(std::min(count, elements.size()));
+  return std::accumulate(elements.begin(), elements.end(), uint64_t{0});
 }
 
 uint32_t most_layers_of(std::span<const Unit> units) {
@@ -104,13 +109,17 @@ Phase peak_of_stream(const TrainingMemoryInput& input) {
   // its own.
   const uint64_t near_buffers = input.gpu ? (input.saves_all ? 1 : 2) : input.saved_in_memory;
   const uint64_t in_buffers = near_buffers * input.saved_bytes;
-  const uint64_t kept = inputs * input_bytes(input) + boundary + in_buffers;
+  const uint64_t kept = (inputs + input.messages) * input_bytes(input) + boundary + in_buffers;
   const uint64_t layers = most_layers_of(input.units);
   uint64_t elements = 0;
   for (const Unit& unit : input.units) {
     if (unit.layers > 0) elements = std::max(elements, unit.count);
   }
-  if (model.adapters != 0) elements = base::divide_up(model.adapters * layers, model.layers);
+  if (input.chunk_units > 0) elements = largest_of(input.units, input.chunk_units);
+  if (model.adapters != 0) {
+    elements =
+        base::divide_up(model.adapters * layers * std::max(1u, input.chunk_units), model.layers);
+  }
   // Sums over micro batches in f32, and what is added to them.
   const uint64_t each = input.value_bytes + 4 * sums_of(input);
   const uint64_t head = head_elements(model);
@@ -328,6 +337,7 @@ TrainingPlan stay_plan(const TrainingPlanInput& input, bool recompute) {
   plan.gradient_memory_bytes = std::min(input.gradient_bytes, input.gradient_limit_bytes);
   memory.optimizer_bytes += plan.gradient_memory_bytes;
   const auto all = static_cast<uint32_t>(input.memory.units.size());
+  plan.units = all;
   plan.placement = {all, all, 0, 0};
   plan.memory = training_memory(memory);
   return plan;
@@ -344,7 +354,11 @@ class StreamPlan {
  public:
   StreamPlan(const TrainingPlanInput& input, bool offloads) : input_(input), memory_(input.memory) {
     memory_.recompute = true;
-    memory_.placement = {0, 0, kHostSlots, kAcceleratorSlotsMin};
+    memory_.placement = {0, memory_.staying_units, kHostSlots, kAcceleratorSlotsMin};
+    if (const uint32_t held = memory_.chunk_units; held > 0) {  // and those of the next chunk
+      memory_.placement.host_slots = 2 * held + 1;
+      memory_.placement.accelerator_slots = held + 2;
+    }
     inputs_ = inputs_of(memory_);
     memory_.inputs_in_memory =
         input.spools ? std::min(inputs_, batches_of(memory_) + kOnTheirWay) : inputs_;
@@ -378,11 +392,13 @@ class StreamPlan {
     const auto units = static_cast<uint32_t>(memory_.units.size());
     grow(memory_.placement.in_memory, units);
     if (memory_.gpu && memory_.program == TrainingProgram::kTrain) {
-      grow(memory_.placement.accelerator_slots, kAcceleratorSlots);
+      grow(memory_.placement.accelerator_slots,
+           std::max(kAcceleratorSlots, 2 * memory_.chunk_units + 2));
       grow(memory_.placement.on_accelerator, memory_.placement.in_memory);
     }
     if (measures) grow(memory_.saved_in_memory, saved_);
     TrainingPlan plan;
+    plan.units = units;
     plan.placement = memory_.placement;
     plan.recompute = true;
     plan.streams = true;
@@ -442,8 +458,10 @@ TrainingPlan without_offload(TrainingPlan plan) {
 
 TrainingPlan place_training(const TrainingPlanInput& input) {
   // A streamed model of Python goes unit by unit even where all has room, and units that stay are
-  // in the host's memory.
-  if (input.memory.program == TrainingProgram::kPython && input.streams.ok()) {
+  // in the host's memory. So does a stage in chunks: another one has no room.
+  const bool by_unit =
+      input.memory.program == TrainingProgram::kPython || input.memory.chunk_units > 0;
+  if (by_unit && input.streams.ok()) {
     return StreamPlan(input, /*offloads=*/false).make();
   }
   const bool automatic = input.activations == Activations::kAuto;

@@ -82,6 +82,10 @@ struct TrainingMemoryInput {
   /// the model computes, or activations are offloaded. Empty: micro batch by micro batch, and all
   /// units stay.
   std::vector<Unit> units;
+  /// Units whose weights and gradients there are at once, where they come in chunks of a pipeline's
+  /// stage; 0: in no chunks, one.
+  uint32_t chunk_units = 0;
+  uint32_t staying_units = 0;  // of the first ones, which cannot come from the devices
   UnitPlacement placement;
   uint64_t inputs_in_memory = 0;    // of units and micro batches; the others are on the devices
   uint64_t slot_padding_bytes = 0;  // bytes of a slot beyond its unit's weights
@@ -139,6 +143,7 @@ struct TrainingPlanInput {
 };
 
 struct TrainingPlan {
+  uint32_t units = 0;  // that are placed
   UnitPlacement placement;
   bool recompute = false;
   bool streams = false;                // each unit does all micro batches before the next one

@@ -145,6 +145,7 @@ class AcceleratorStream : public testing::Test {
   static plan::TrainingPlan hand_made_plan(const Setting& setting, const Options& options) {
     const uint32_t value_bytes = options.train.precision == Precision::kBf16 ? 2 : 4;
     plan::TrainingPlan plan;
+    plan.units = kUnits;
     plan.placement = setting.placement;
     plan.streams = setting.placement.on_accelerator < kUnits;
     plan.recompute = plan.streams || setting.recompute;

@@ -1,6 +1,7 @@
 #include "smartinf/train/layer_stream.h"
 
 #include <algorithm>
+#include <numeric>
 #include <span>
 #include <utility>
 
@@ -33,44 +34,56 @@ LayerStream::LayerStream(engine::WeightSource& source, const Model& model,
   const bool beside = streams.beside();
   const auto host = torch::dtype(scalar_type(type)).pinned_memory(beside);
   const auto elements = [](uint64_t count) { return static_cast<int64_t>(count); };
-  const bool from_devices = placement.in_memory < units.size();
-  host_elements_ = plan::elements_of(units, placement.in_memory);
+  own_.assign(only.begin(), only.end());
+  if (only.empty()) {
+    own_.resize(units.size());
+    std::iota(own_.begin(), own_.end(), 0u);
+  }
+  const auto end_of = [&](size_t first_units) {
+    return first_units == 0 ? 0 : units[own_[first_units - 1]].end();
+  };
+  const bool from_devices = placement.in_memory < own_.size();
+  in_memory_end_ = host_elements_ = end_of(std::min<size_t>(placement.in_memory, own_.size()));
   if (from_devices && host_elements_ > 0) {
     const plan::Subgroup last = source.subgroup_at(host_elements_ - 1);
     host_elements_ = last.first + last.count;
   }
-  if (only.empty()) add_region(0, host_elements_);
-  for (const uint32_t unit : only) {
-    const plan::Subgroup last = source.subgroup_at(units[unit].end() - 1);
-    add_region(source.subgroup_at(units[unit].first).first, last.first + last.count);
-  }
+  if (!only.empty()) add_regions(only);
+  if (regions_.empty()) add_region(0, only.empty() ? host_elements_ : 0);
   host_elements_ = regions_.back().end;
   const uint64_t in_memory = regions_.back().at + host_elements_ - regions_.back().first;
   host_N_ = torch::empty({elements(in_memory)}, host);
   const bool copies = beside && !streams.in_place();
-  resident_elements_ =
-      plan::elements_of(units, copies ? placement.on_accelerator : placement.in_memory);
-  resident_elements_ = std::min(resident_elements_, host_elements_);
+  const auto resident_units =
+      std::min<size_t>(copies ? placement.on_accelerator : placement.in_memory, own_.size());
+  resident_elements_ = end_of(resident_units);
   accelerator_N_ = host_N_;
   if (copies) {
-    accelerator_N_ = torch::empty({elements(only.empty() ? resident_elements_ : in_memory)},
-                                  host.pinned_memory(false).device(streams.device()));
-  } else if (beside && host_elements_ > 0) {
-    accelerator_N_ = computed_with(host_N_.data_ptr(), host_elements_);
+    uint64_t there = 0;
+    if (resident_elements_ > 0) {
+      const Region& region = *region_of(resident_elements_ - 1);
+      there = region.at + resident_elements_ - region.first;
+    }
+    accelerator_N_ =
+        torch::empty({elements(there)}, host.pinned_memory(false).device(streams.device()));
+  } else if (beside && in_memory > 0) {
+    accelerator_N_ = computed_with(host_N_.data_ptr(), in_memory);
   }
   if (beside) {
     old_used_ = streams.done_so_far();  // by whoever had the memory before
     arrived_there_.emplace(streams.event());
   }
-  for (size_t unit = 0; unit < units.size() && units[unit].end() <= resident_elements_; ++unit) {
-    if (!only.empty() && std::ranges::find(only, unit) == only.end()) continue;
+  for (const uint32_t unit : own_) {
+    if (units[unit].end() > resident_elements_) break;
     weights_[unit] = model.weights_of(unit, part(accelerator_N_, units[unit]));
   }
   for (const plan::Unit& unit : units) unit_elements_.push_back(unit.count);
   if (from_devices) {
     uint64_t all_bytes = 0;
-    std::vector<uint64_t> slots = engine::window_slot_bytes(
-        source, units.subspan(placement.in_memory), type, placement.host_slots);
+    std::vector<plan::Unit> streamed;
+    for (size_t i = placement.in_memory; i < own_.size(); ++i) streamed.push_back(units[own_[i]]);
+    std::vector<uint64_t> slots =
+        engine::window_slot_bytes(source, streamed, type, placement.host_slots);
     for (uint64_t& bytes : slots) all_bytes += bytes = base::round_up(bytes, base::kIoAlignment);
     slots_N_ = torch::empty({elements(all_bytes / base::data_type_bytes(type))}, host);
     engine::LayerWindow::Options window;
@@ -88,8 +101,9 @@ LayerStream::LayerStream(engine::WeightSource& source, const Model& model,
     };
     window_ = std::make_unique<engine::LayerWindow>(source, std::move(window));
   }
-  if (copies && only.empty() && resident_elements_ < units.back().end()) {
-    const auto streamed = std::span(unit_elements_).subspan(placement.on_accelerator);
+  if (copies && resident_units < own_.size()) {
+    std::vector<uint64_t> streamed;
+    for (size_t i = resident_units; i < own_.size(); ++i) streamed.push_back(units[own_[i]].count);
     for (const uint64_t size : plan::slot_sizes(streamed, placement.accelerator_slots)) {
       add_accelerator_slot(size);
     }
@@ -107,6 +121,24 @@ void LayerStream::close() {
   for (AcceleratorSlot& slot : accelerator_slots_) slot.copied.synchronize();
   while (!in_use_.empty()) end_oldest_use();
   window_.reset();
+}
+
+/// Of units that stay, and of the others the subgroups that reach beyond the units of `only`.
+void LayerStream::add_regions(std::span<const uint32_t> only) {
+  const std::span<const plan::Unit> units = model_.units();
+  for (size_t i = 0; i < only.size(); ++i) {
+    size_t from = i;  // units next to each other
+    size_t to = i;
+    while (from > 0 && only[from - 1] + 1 == only[from]) --from;
+    while (to + 1 < only.size() && only[to] + 1 == only[to + 1]) ++to;
+    const plan::Unit& unit = units[only[i]];
+    for (uint64_t at = unit.first; at < unit.end();) {
+      const plan::Subgroup subgroup = source_.subgroup_at(at);
+      at = subgroup.first + subgroup.count;
+      const bool shared = subgroup.first < units[only[from]].first || at > units[only[to]].end();
+      if (in_memory(only[i]) || shared) add_region(subgroup.first, at);
+    }
+  }
 }
 
 void LayerStream::add_region(uint64_t first, uint64_t end) {
@@ -134,7 +166,7 @@ Tensor LayerStream::part(const Tensor& weights_N, const plan::Unit& unit) const 
 }
 
 Status LayerStream::load() {
-  if (host_elements_ > 0) {
+  if (host_elements_ > 0 || several_ranks_) {
     SI_RETURN_IF_ERROR(
         source_.load_weights(type_, [this](uint64_t first) { return weights_at(first); }));
   }
@@ -203,11 +235,12 @@ Status LayerStream::arrive(uint64_t end) {
 void LayerStream::start(std::vector<uint32_t> order) {
   next_ = 0;
   std::erase_if(order, [&](uint32_t unit) {
-    return unit < placement_.on_accelerator || unit_elements_[unit] == 0;
+    return !std::ranges::binary_search(own_, unit) || unit_elements_[unit] == 0 ||
+           model_.units()[unit].end() <= resident_elements_;
   });
   order_ = order;
   if (window_ == nullptr) return;
-  std::erase_if(order, [&](uint32_t unit) { return unit < placement_.in_memory; });
+  std::erase_if(order, [&](uint32_t unit) { return in_memory(unit); });
   window_->start(order);
 }
 
@@ -237,10 +270,8 @@ const UnitWeights& LayerStream::get(size_t unit) {
 void LayerStream::release(size_t unit) {
   if (model_.units()[unit].end() <= resident_elements_) {
     // The next one's new weights come up while the accelerator computes with this one.
-    const auto next = std::min<size_t>(unit + 2, placement_.on_accelerator);
-    if (streams_.beside()) {
-      throw_if_error(arrive(plan::elements_of(model_.units(), static_cast<uint32_t>(next))));
-    }
+    const size_t next = std::min(unit + 1, model_.units().size() - 1);
+    if (streams_.beside()) throw_if_error(arrive(model_.units()[next].end()));
     return bring_ahead();
   }
   weights_[unit].clear();
@@ -262,7 +293,7 @@ void LayerStream::release(size_t unit) {
 /// A unit's weights in the host's memory; the window's slot is held until its release().
 Tensor LayerStream::in_host(size_t unit) {
   const plan::Unit& span = model_.units()[unit];
-  if (unit < placement_.in_memory) {
+  if (in_memory(unit)) {
     throw_if_error(arrive_in_host(span.end()));
     return part(host_N_, span);
   }
@@ -323,14 +354,14 @@ LayerStream::AcceleratorSlot* LayerStream::bring(uint32_t unit, std::optional<si
     to->copied.record(streams_.up());
   }
   to->unit = unit;
-  to->host_held = unit >= placement_.in_memory;
+  to->host_held = !in_memory(unit);
   return to;
 }
 
 /// Whether its weights of the last update are in the host's memory, which nothing has to be asked
 /// for.
 bool LayerStream::is_at_hand(uint32_t unit) const {
-  return unit < placement_.in_memory && model_.units()[unit].end() <= host_arrived_;
+  return in_memory(unit) && model_.units()[unit].end() <= host_arrived_;
 }
 
 /// While the accelerator computes with one unit the next ones are copied: those behind the next one

@@ -31,8 +31,9 @@ class LayerStream final : public TrainedWeights {
   /// All memory is allocated here; beside an accelerator the host's is pinned. `source` lives
   /// until close(), `model` and `streams` longer than this. several_ranks: share the source, so
   /// that all have to ask it for the same in the same order, whenever their copies to the
-  /// accelerator end. only: units that alone are computed with, ascending, where all stay where the
-  /// model computes; empty: all.
+  /// accelerator end. only: units that alone are computed with, ascending, of which placement says
+  /// how many of the first stay; empty: all. Subgroups that others of these have a part in stay,
+  /// too.
   LayerStream(engine::WeightSource& source, const Model& model, const CopyStreams& streams,
               base::DataType type, const plan::UnitPlacement& placement, bool several_ranks = false,
               std::span<const uint32_t> only = {});
@@ -79,6 +80,8 @@ class LayerStream final : public TrainedWeights {
     bool has(uint64_t element) const { return element >= first && element < end; }
   };
   void add_region(uint64_t first, uint64_t end);
+  void add_regions(std::span<const uint32_t> only);
+  bool in_memory(size_t unit) const { return model_.units()[unit].end() <= in_memory_end_; }
   /// Null where an element is not in memory.
   const Region* region_of(uint64_t element) const;
   base::Status arrive(uint64_t end);
@@ -101,8 +104,10 @@ class LayerStream final : public TrainedWeights {
   const base::DataType type_;
   const plan::UnitPlacement placement_;
   const bool several_ranks_;
+  std::vector<uint32_t> own_;         // units, ascending
   std::vector<Region> regions_;       // ascending
   uint64_t host_elements_ = 0;        // end of the last region
+  uint64_t in_memory_end_ = 0;        // of units that stay in the host's memory
   uint64_t resident_elements_ = 0;    // where the model computes
   torch::Tensor host_N_;              // where updates arrive; pinned beside an accelerator
   torch::Tensor accelerator_N_;       // resident: the same tensor without an accelerator

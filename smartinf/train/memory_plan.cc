@@ -156,18 +156,22 @@ base::Result<plan::TrainingPlan> plan_run(const model::Architecture& model, cons
         input.gradient_bytes,
         base::data_type_bytes(updater.gradient_type) *
             (options.lora.on() ? memory.model.adapters : memory.model.parameters));
-    input.streams =
-        base::Status(base::ErrorCode::kUnsupported,
-                     "a stage of a pipeline keeps its weights and activations in memory (of more "
-                     "stages each has less)");
+    input.spools = false;
+    // Subgroups in which a chunk meets those of other stages.
+    memory.optimizer_bytes += (pipeline.stages.chunks - 1) * memory.slot_padding_bytes;
+    if (pipeline.stages.chunks == 1) {
+      input.streams =
+          base::Status(base::ErrorCode::kUnsupported,
+                       "a stage of one chunk keeps its weights in memory (of more stages each has "
+                       "less)");
+    }
   }
   input.host_limit_bytes = limits.host_bytes;
   if (memory.gpu) input.accelerator_limit_bytes = limits.accelerator_bytes;
   return plan::plan_training(input);
 }
 
-std::vector<std::string> describe_plan(const plan::TrainingPlan& plan,
-                                       const model::Architecture& model) {
+std::vector<std::string> describe_plan(const plan::TrainingPlan& plan) {
   std::vector<std::string> lines;
   const auto describe = [&](const char* where, const std::vector<plan::MemoryPart>& parts,
                             uint64_t bytes) {
@@ -179,15 +183,14 @@ std::vector<std::string> describe_plan(const plan::TrainingPlan& plan,
   }
   describe("the host's", plan.memory.host, plan.memory.host_bytes);
   if (!plan.streams) return lines;
-  const auto units = model::make_units(model);
   std::string where =
-      fmt::format("{} of {} units stay in memory", plan.placement.in_memory, units.size());
+      fmt::format("{} of {} units stay in memory", plan.placement.in_memory, plan.units);
   if (!plan.memory.accelerator.empty()) {
     where = fmt::format("{} of {} units stay on the accelerator, {} more in the host's memory",
-                        plan.placement.on_accelerator, units.size(),
+                        plan.placement.on_accelerator, plan.units,
                         plan.placement.in_memory - plan.placement.on_accelerator);
   }
-  const bool all_stay = plan.placement.in_memory == units.size();
+  const bool all_stay = plan.placement.in_memory == plan.units;
   lines.push_back(
       fmt::format("weights: {}{}", where, all_stay ? "" : ", the others come from the devices"));
   const auto and_on_devices = [](uint64_t count) {

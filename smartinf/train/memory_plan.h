@@ -50,7 +50,6 @@ base::Result<plan::TrainingPlan> plan_run(const model::Architecture& model, cons
 plan::DeviceSharing device_sharing(const engine::UpdaterOptions& updater, uint32_t world);
 
 /// The plan for people, some lines.
-std::vector<std::string> describe_plan(const plan::TrainingPlan& plan,
-                                       const model::Architecture& model);
+std::vector<std::string> describe_plan(const plan::TrainingPlan& plan);
 
 }  // namespace smartinf::train

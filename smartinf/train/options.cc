@@ -191,6 +191,25 @@ Status validate(const CheckpointSchedule& checkpoint) {
 
 Status validate(const RankOptions& ranks) {
   SI_RETURN_IF_ERROR(within("ranks.pipeline", ranks.pipeline, 1, 1024));
+  SI_RETURN_IF_ERROR(within("compress.pipeline_rank", ranks.compression.rank, 1, 4096));
+  if (ranks.compression.form != GradientForm::kNone && ranks.pipeline == 1) {
+    return wrong("compress.pipeline", "is set, but ranks.pipeline is 1", "Leave one of them out");
+  }
+  if (ranks.compression.form != GradientForm::kNone && ranks.chunks > 1) {
+    return wrong("compress.pipeline",
+                 "is set, but stages of several ranks.chunks send whole gradients",
+                 "Set ranks.chunks = 1, or leave it out");
+  }
+  SI_RETURN_IF_ERROR(within("ranks.chunks", ranks.chunks, 0, 1024));
+  if (ranks.chunks > 1 && (ranks.pipeline == 1 || !ranks.split.empty())) {
+    return wrong("ranks.chunks",
+                 ranks.pipeline == 1 ? "is set, but ranks.pipeline is 1"
+                                     : "divides the layers equally, but ranks.split is set",
+                 "Leave one of them out");
+  }
+  if (!ranks.split.empty() && ranks.pipeline == 1) {
+    return wrong("ranks.split", "is set, but ranks.pipeline is 1", "Set that to the stages");
+  }
   if (ranks.tensor != 1) {
     return wrong(
         "ranks.tensor",

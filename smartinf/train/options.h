@@ -172,12 +172,45 @@ enum class SumOrder : uint8_t {
 inline constexpr std::array<std::string_view, 2> kSumOrderNames{"auto", "fixed"};
 constexpr base::EnumNames enum_names(SumOrder) { return kSumOrderNames; }
 
+/// Form of the gradients that go back between stages of a pipeline.
+enum class GradientForm : uint8_t { kNone, kLowRank, kInt8, kInt4 };
+inline constexpr std::array<std::string_view, 4> kGradientFormNames{"none", "lowrank", "int8",
+                                                                    "int4"};
+constexpr base::EnumNames enum_names(GradientForm) { return kGradientFormNames; }
+
+/// Micro batches whose gradients are compressed.
+enum class CompressWhen : uint8_t {
+  kEpilogue,  // the last ones of a step, for which the stages before wait
+  kAlways,
+};
+inline constexpr std::array<std::string_view, 2> kCompressWhenNames{"epilogue", "always"};
+constexpr base::EnumNames enum_names(CompressWhen) { return kCompressWhenNames; }
+
+/// What becomes of the error of a compressed gradient.
+enum class ErrorFeedback : uint8_t {
+  kStep,  // it is added to the next one of the step
+  kNone,
+};
+inline constexpr std::array<std::string_view, 2> kErrorFeedbackNames{"step", "none"};
+constexpr base::EnumNames enum_names(ErrorFeedback) { return kErrorFeedbackNames; }
+
+/// Compression between stages, as Optimus-CC (ASPLOS 2023).
+struct StageCompression {
+  GradientForm form = GradientForm::kNone;
+  uint32_t rank = 16;  // of kLowRank
+  CompressWhen when = CompressWhen::kEpilogue;
+  ErrorFeedback feedback = ErrorFeedback::kStep;
+};
+
 /// Several processes that train one model together.
 struct RankOptions {
   double timeout_s = 1200;
   SumOrder order = SumOrder::kAuto;
   uint32_t pipeline = 1;  // stages of layers, each computed by equally many ranks
+  uint32_t chunks = 0;    // of a stage; 1: all its weights stay in memory; 0: as memory allows
+  std::string split;      // layers of each stage, "9, 8, 8, 7"; empty: stages of equal computing
   uint32_t tensor = 1;    // refused above
+  StageCompression compression = {};
 };
 
 struct Options {

@@ -141,6 +141,7 @@ class StreamedBits : public testing::TestWithParam<Setting> {
     const Setting& setting = GetParam();
     const Job made = job("none", 0, 1);
     plan::TrainingPlan plan;
+    plan.units = kLayers + 2;
     plan.placement = {setting.in_memory, setting.in_memory, setting.slots, 0};
     plan.recompute = plan.streams = true;
     plan.gradient_memory_bytes = setting.spill ? 0 : ~uint64_t{0};

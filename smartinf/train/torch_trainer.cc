@@ -87,7 +87,8 @@ Status TorchTrainer::start_commit(const std::stop_token& stop) {
   }
   SI_RETURN_IF_ERROR(updater_->start_commit(run_.position.to_json()));
   // An update waits for the forward that asks for its weights.
-  if (weights_.updates_follow_forward() && overlap_.now() == Overlap::kNone) {
+  const bool follow = weights_.updates_follow_forward() || pipeline_.stages.chunks > 1;
+  if (follow && overlap_.now() == Overlap::kNone) {  // alike on all ranks
     const uint64_t commit_ns = base::now_ns();
     SI_RETURN_IF_ERROR(updater_->wait_commit());
     clock_.waited_after_step(base::seconds_since(commit_ns));
@@ -410,7 +411,7 @@ std::vector<std::string> TorchTrainer::describe() const {
   }
   if (!compression_.empty()) lines.push_back("gradients: " + compression_);
   lines.insert(lines.end(), stage_lines_.begin(), stage_lines_.end());
-  for (std::string& line : describe_plan(plan_, source_.architecture)) {
+  for (std::string& line : describe_plan(plan_)) {
     if (stage_lines_.empty()) lines.push_back(std::move(line));
   }
   lines.insert(lines.end(), run_.notices.begin(), run_.notices.end());

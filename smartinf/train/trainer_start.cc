@@ -424,17 +424,23 @@ std::optional<UnitPass::Stage> TorchTrainer::make_stage() const {
   for (uint32_t one = 0; one < stages; ++one) {
     ends.column.push_back(one * replicas() + pipeline_.stages.replica(ranks_.rank()));
   }
-  if (stage > 0) ends.before = ends.column[stage - 1];
-  if (!pipeline_.last()) ends.behind = ends.column[stage + 1];
-  const uint64_t first_in_flight =
-      plan::pipeline_in_flight(stages, 0, mine_.size(), pipeline_.ahead);
+  const uint32_t chunks = pipeline_.stages.chunks;
+  const bool ring = chunks > 1;
+  if (stage > 0 || ring) ends.before = ends.column[(stage + stages - 1) % stages];
+  if (!pipeline_.last() || ring) ends.behind = ends.column[(stage + 1) % stages];
   UnitPass::Stage made;
-  made.begin = pipeline_.begin();
-  made.end = pipeline_.end();
-  made.actions = plan::pipeline_actions(stages, stage, mine_.size(), pipeline_.ahead);
-  made.at_once = 1 + pipeline_.ahead;
-  made.link = std::make_unique<StageLink>(ranks_.collectives(), std::move(ends),
-                                          weights_.tensor_options(), first_in_flight);
+  for (uint32_t chunk = 0; chunk < chunks; ++chunk) {
+    made.chunks.push_back({pipeline_.begin(chunk), pipeline_.end(chunk)});
+  }
+  made.actions = ring ? plan::looped_actions(chunks, mine_.size())
+                      : plan::pipeline_actions(stages, stage, mine_.size(), pipeline_.ahead);
+  // A stage in chunks gets and sends the next chunk's messages while it computes this one.
+  made.at_once = ring ? mine_.size() : 1 + pipeline_.ahead;
+  const uint64_t sent =
+      ring ? mine_.size() : plan::pipeline_in_flight(stages, 0, mine_.size(), pipeline_.ahead);
+  made.link =
+      std::make_unique<StageLink>(ranks_.collectives(), std::move(ends), weights_.tensor_options(),
+                                  sent, options_.ranks.compression);
   return made;
 }
 
@@ -523,15 +529,68 @@ Status check_early(const Job& job) {
                 "Set it to \"auto\" or \"late\"");
 }
 
+/// Of so many chunks each.
 Result<plan::Stages> divide(const model::Architecture& model, const Options& options,
-                            uint32_t world) {
+                            uint32_t world, uint32_t chunks) {
   const std::vector<plan::Unit> units = model::make_units(model);
   const plan::StageCosts costs{units, model.width, uint64_t{model.vocabulary} * model.width,
                                options.data.sequence};
   plan::Stages divided;
   divided.replicas = world / options.ranks.pipeline;
-  SI_ASSIGN_OR_RETURN(divided.begin, plan::divide_units(costs, options.ranks.pipeline));
+  divided.chunks = chunks;
+  if (chunks > 1 && units.size() < uint64_t{options.ranks.pipeline} * chunks) {
+    return Status(ErrorCode::kInvalidArgument,
+                  fmt::format("ranks.chunks is {}, but the model has {} parts to divide among {} "
+                              "stages",
+                              chunks, units.size(), options.ranks.pipeline),
+                  fmt::format("Set it to {} at most", units.size() / options.ranks.pipeline));
+  }
+  SI_ASSIGN_OR_RETURN(divided.begin, plan::divide_units(costs, options.ranks.pipeline * chunks,
+                                                        options.ranks.split));
   return divided;
+}
+
+/// Stages whose weights come from the devices: of the fewest chunks that all ranks have memory for,
+/// or of ranks.chunks.
+Result<plan::TrainingPlan> plan_chunks(const Job& job, const Options& options,
+                                       const model::Architecture& model,
+                                       const plan::ParameterSpace& space,
+                                       const MemoryLimits& limits, plan::Pipeline& pipeline) {
+  const uint32_t given = options.ranks.chunks;
+  const auto units = static_cast<uint32_t>(model::make_units(model).size());
+  const uint32_t most = given > 1 ? given : std::max(2u, units / options.ranks.pipeline);
+  std::vector<plan::Stages> stages;
+  std::vector<Result<plan::TrainingPlan>> plans;
+  struct Outcome {
+    uint64_t fits = 0;
+    uint64_t gradient_bytes = 0;
+  };
+  std::vector<Outcome> mine;
+  for (uint32_t chunks = given > 1 ? given : 2; chunks <= most; ++chunks) {
+    SI_ASSIGN_OR_RETURN(pipeline.stages, divide(model, options, job.ranks.world(), chunks));
+    stages.push_back(pipeline.stages);
+    plans.push_back(
+        plan_run(model, options, job.updater, space, limits, job.ranks.world(), pipeline));
+    const auto& plan = plans.back();
+    mine.push_back(plan.ok() ? Outcome{1, plan->gradient_memory_bytes} : Outcome{});
+  }
+  SI_ASSIGN_OR_RETURN(const std::vector<Outcome> all, job.ranks.all<Outcome>(mine));
+  for (size_t i = 0; i < plans.size(); ++i) {
+    uint64_t fit = 0;
+    uint64_t gradient_bytes = ~uint64_t{0};
+    for (uint32_t rank = 0; rank < job.ranks.world(); ++rank) {
+      const Outcome& of_rank = all[rank * plans.size() + i];
+      fit += of_rank.fits;
+      gradient_bytes = std::min(gradient_bytes, of_rank.gradient_bytes);
+    }
+    if (fit < job.ranks.world()) continue;
+    pipeline.stages = stages[i];
+    plans[i]->gradient_memory_bytes = gradient_bytes;  // one budget for all devices
+    return std::move(plans[i]);
+  }
+  SI_RETURN_IF_ERROR(job.ranks.all_ok("plan of a stage", plans.back().status()));
+  return Status(ErrorCode::kOutOfMemory, "no number of chunks suits the memory of all ranks",
+                "Set ranks.chunks, allow more memory, or start more ranks");
 }
 
 /// What stays in memory of a stage, on every rank for itself: as many micro batches under way as
@@ -551,8 +610,15 @@ Result<plan::TrainingPlan> plan_stage(const Job& job, const Options& options,
                                       : (plans.back()->recompute ? kRecomputes : kKeeps));
   }
   SI_ASSIGN_OR_RETURN(const auto all, job.ranks.all<plan::AheadCost>(mine));
-  SI_RETURN_IF_ERROR(job.ranks.all_ok("plan of a stage", plans.front().status()));
   pipeline.ahead = plan::most_ahead(all);
+  const bool resident = std::ranges::none_of(all, [](auto cost) { return cost == kDoesNotFit; });
+  const bool may_loop = options.ranks.chunks != 1 && options.ranks.split.empty() &&
+                        options.ranks.compression.form == GradientForm::kNone &&
+                        options.memory.activations != plan::Activations::kKeep;
+  if (options.ranks.chunks > 1 || (!resident && may_loop)) {
+    return plan_chunks(job, options, model, space, limits, pipeline);
+  }
+  SI_RETURN_IF_ERROR(job.ranks.all_ok("plan of a stage", plans.front().status()));
   return std::move(plans[pipeline.ahead]);
 }
 
@@ -561,24 +627,29 @@ Result<std::vector<std::string>> describe_stages(const plan::Pipeline& pipeline,
                                                  const model::Architecture& model,
                                                  const Options& options, const Ranks& ranks) {
   const std::vector<plan::Unit> units = model::make_units(model);
-  std::string what = pipeline.begin() == 0 ? "the embedding" : "";
-  uint32_t first = 0;
-  uint32_t layers = 0;
-  for (uint32_t unit = pipeline.begin(); unit < pipeline.end(); ++unit) {
-    if (layers == 0) first = units[unit].first_layer;
-    layers += units[unit].layers;
-  }
-  if (layers > 0) {
+  std::string what = pipeline.begin(0) == 0 ? "the embedding" : "";
+  for (uint32_t chunk = 0; chunk < pipeline.stages.chunks; ++chunk) {
+    uint32_t first = 0;
+    uint32_t layers = 0;
+    for (uint32_t unit = pipeline.begin(chunk); unit < pipeline.end(chunk); ++unit) {
+      if (layers == 0) first = units[unit].first_layer;
+      layers += units[unit].layers;
+    }
+    if (layers == 0) continue;
     what += fmt::format("{}layers {} to {}", what.empty() ? "" : ", ", first, first + layers - 1);
   }
   if (pipeline.last()) what += what.empty() ? "the head" : ", the head";
-  const uint64_t in_flight = plan::pipeline_in_flight(
-      pipeline.stages.count(), pipeline.stage(),
-      base::divide_up(options.train.accumulation, pipeline.stages.replicas), pipeline.ahead);
+  const uint64_t batches = base::divide_up(options.train.accumulation, pipeline.stages.replicas);
+  const uint32_t chunks = pipeline.stages.chunks;
+  const uint64_t in_flight =
+      chunks > 1 ? batches
+                 : plan::pipeline_in_flight(pipeline.stages.count(), pipeline.stage(), batches,
+                                            pipeline.ahead);
   std::string mine = fmt::format(
-      "stage {}, rank {}: {}; {} micro batch{} under way{}", pipeline.stage(), ranks.rank(), what,
-      in_flight, in_flight == 1 ? "" : "es", plan.recompute ? ", computed again in backward" : "");
-  for (const std::string& line : describe_plan(plan, model)) mine += "; " + line;
+      "stage {}, rank {}: {}; {}{} micro batch{} under way{}", pipeline.stage(), ranks.rank(), what,
+      chunks > 1 ? fmt::format("{} chunks by turns; ", chunks) : "", in_flight,
+      in_flight == 1 ? "" : "es", plan.recompute ? ", computed again in backward" : "");
+  for (const std::string& line : describe_plan(plan)) mine += "; " + line;
   return ranks.all_texts(std::move(mine));
 }
 
@@ -653,10 +724,11 @@ Result<Prepared> prepare(const Job& job) {
   plan::Pipeline pipeline{{{0, 0}, job.ranks.world()}, job.ranks.rank(), 0};
   std::vector<std::string> stage_lines;
   if (options.ranks.pipeline > 1) {
-    SI_ASSIGN_OR_RETURN(pipeline.stages, divide(model, options, job.ranks.world()));
-    const MemoryLimits limits =
+    SI_ASSIGN_OR_RETURN(pipeline.stages, divide(model, options, job.ranks.world(), /*chunks=*/1));
+    MemoryLimits limits =
         memory_limits(options.memory, memory_of(accelerator), job.ranks.local_world());
-    SI_RETURN_IF_ERROR(least_of_ranks(limits, job.ranks).status());
+    SI_ASSIGN_OR_RETURN(const MemoryLimits least, least_of_ranks(limits, job.ranks));
+    if (pipeline.stages.replicas > 1) limits = least;  // replicas bring the same weights
     SI_ASSIGN_OR_RETURN(plan, plan_stage(job, options, model, space, limits, pipeline));
     SI_ASSIGN_OR_RETURN(stage_lines, describe_stages(pipeline, plan, model, options, job.ranks));
   } else if (job.plan.has_value()) {
@@ -680,7 +752,7 @@ Result<std::vector<std::string>> Trainer::describe_memory(const Job& job) {
   return guarded("plan", [&]() -> Result<std::vector<std::string>> {
     SI_ASSIGN_OR_RETURN(const Prepared run, prepare(job));
     if (!run.stage_lines.empty()) return run.stage_lines;
-    return describe_plan(run.plan, run.source.architecture);
+    return describe_plan(run.plan);
   });
 }
 

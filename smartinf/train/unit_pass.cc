@@ -183,50 +183,82 @@ std::vector<double> UnitPass::train_stage() {
   const uint64_t count = batches_.size();
   std::vector<int64_t> sizes = batches_[0].tokens_BT.sizes().vec();
   sizes.push_back(model_.architecture().width);
-  if (!link.first()) link.expect(Way::kForward, sizes, count, stage_->at_once);
-  if (!link.last()) link.expect(Way::kBackward, sizes, count, stage_->at_once);
-  const size_t end = std::min(stage_->end, model_.head());
+  const size_t all = model_.units().size();
+  uint64_t from_before = 0;
+  uint64_t from_behind = 0;
+  for (const Stage::Chunk& chunk : stage_->chunks) {
+    if (chunk.begin > 0) from_before += count;
+    if (chunk.end < all) from_behind += count;
+  }
+  link.begin_step(count);
+  link.expect(Way::kForward, sizes, from_before, stage_->at_once);
+  link.expect(Way::kBackward, sizes, from_behind, stage_->at_once);
+  if (stage_->looped()) stream_.start(order());
   std::vector<double> losses;
   stage_phases_.clear();
-  for (const auto& [kind, i] : stage_->actions) {
+  size_t next_to_emit = all;
+  for (const auto& [kind, i, number] : stage_->actions) {
+    const Stage::Chunk& chunk = stage_->chunks[number];
     const bool forward = kind == plan::PipelineAction::Kind::kForward;
-    if (forward && !link.first()) inputs_.put(stage_->begin, i, link.receive(Way::kForward));
-    if (!forward && !link.last()) gradients_BTC_[i] = link.receive(Way::kBackward);
+    const bool first = chunk.begin == 0;
+    const bool last = chunk.end == all;
+    if (forward && !first) inputs_.put(chunk.begin, i, link.receive(Way::kForward));
+    if (!forward && !last) gradients_BTC_[i] = link.receive(Way::kBackward);
     const uint64_t begin_ns = base::now_ns();
-    if (!forward) {
-      backward_stage(i, losses);
-    } else {
-      for (size_t unit = stage_->begin; unit < end; ++unit) {
-        forward_unit(unit, stream_.get(unit), i);
-        stream_.release(unit);
-      }
-    }
+    forward ? forward_stage(chunk, i) : backward_stage(chunk, i, losses);
     stage_phases_.push_back({forward ? "forward" : "backward", begin_ns, base::now_ns()});
-    if (forward && !link.last()) link.send(Way::kForward, inputs_.take(end, i));
+    if (forward && !last) link.send(Way::kForward, inputs_.take(chunk.end, i));
     if (forward) continue;
     const Tensor gradient_BTC = std::exchange(gradients_BTC_[i], Tensor());
-    if (!link.first()) link.send(Way::kBackward, gradient_BTC);
+    if (!first) link.send(Way::kBackward, gradient_BTC);
+    if (stage_->looped() && i + 1 == count) emit_stage(next_to_emit, chunk.begin);
   }
   link.finish();
-  // All ranks give all parameters, in one order.
-  const size_t lowest = adapters_ == nullptr ? 0 : 1;
-  for (size_t unit = model_.units().size(); unit-- > lowest;) {
-    const auto elements = static_cast<int64_t>(model_.units()[unit].count);
-    const Tensor none_N = torch::empty({elements}, torch::dtype(torch::kFloat32).device(at::kMeta));
-    emit_gradients(unit, trained(unit, model_.weights_of(unit, none_N)));
-  }
+  emit_stage(next_to_emit, 0);
   return losses;
 }
 
-void UnitPass::backward_stage(size_t batch, std::vector<double>& losses) {
-  if (stage_->link->last()) {
-    losses.push_back(head_of(get_head(), batch));
-    release_head();
+void UnitPass::forward_stage(const Stage::Chunk& chunk, size_t batch) {
+  const size_t end = std::min(chunk.end, model_.head());
+  for (size_t unit = chunk.begin; unit < end; ++unit) {
+    forward_unit(unit, hold(unit, batch), batch);
+    let_go(unit, batch);
   }
-  const size_t first = std::max<size_t>(stage_->begin, adapters_ == nullptr ? 0 : 1);
-  for (size_t unit = std::min(stage_->end, model_.head()); unit-- > first;) {
-    backward_unit(unit, stream_.get(unit), batch);
-    stream_.release(unit);
+}
+
+void UnitPass::backward_stage(const Stage::Chunk& chunk, size_t batch,
+                              std::vector<double>& losses) {
+  if (chunk.end == model_.units().size()) {
+    if (!held_head_) held_head_.emplace(get_head());
+    losses.push_back(head_of(*held_head_, batch));
+    if (!stage_->looped() || batch + 1 == batches_.size()) {
+      held_head_.reset();
+      release_head();
+    }
+  }
+  const size_t first = std::max<size_t>(chunk.begin, adapters_ == nullptr ? 0 : 1);
+  for (size_t unit = std::min(chunk.end, model_.head()); unit-- > first;) {
+    backward_unit(unit, hold(unit, batch), batch);
+    let_go(unit, batch);
+  }
+}
+
+const UnitWeights& UnitPass::hold(size_t unit, size_t batch) {
+  held_.resize(model_.units().size());
+  if (!stage_->looped() || batch == 0) held_[unit] = &stream_.get(unit);
+  return *held_[unit];
+}
+
+void UnitPass::let_go(size_t unit, size_t batch) {
+  if (!stage_->looped() || batch + 1 == batches_.size()) stream_.release(unit);
+}
+
+/// Units from the one before `next` down to `begin`: all ranks give all parameters, in one order.
+void UnitPass::emit_stage(size_t& next, size_t begin) {
+  for (begin = std::max<size_t>(begin, adapters_ == nullptr ? 0 : 1); next > begin;) {
+    const auto elements = static_cast<int64_t>(model_.units()[--next].count);
+    const Tensor none_N = torch::empty({elements}, torch::dtype(torch::kFloat32).device(at::kMeta));
+    emit_gradients(next, trained(next, model_.weights_of(next, none_N)));
   }
 }
 
@@ -427,25 +459,26 @@ std::vector<Tensor> UnitPass::forward_without_gradients(std::span<const Input> i
                                                         const std::function<void()>& before_unit) {
   if (adapters_ != nullptr) throw_if_error(adapters_->wait_all());
   std::vector<Tensor> all_BTC(inputs.size());
-  const size_t begin = stage_ ? stage_->begin : 0;
-  const size_t end = stage_ ? std::min(stage_->end, model_.head()) : model_.head();
-  for (size_t i = 0; stage_ && !stage_->link->first() && i < inputs.size(); ++i) {
-    std::vector<int64_t> sizes = inputs[i].tokens_BT.sizes().vec();
-    sizes.push_back(model_.architecture().width);
-    stage_->link->expect(StageLink::Way::kForward, std::move(sizes), 1);
-    all_BTC[i] = stage_->link->receive(StageLink::Way::kForward);
-  }
-  for (size_t unit = begin; unit < end; ++unit) {
-    if (before_unit) before_unit();
-    const UnitWeights& weights = stream_.get(unit);
-    for (size_t i = 0; i < inputs.size(); ++i) {
-      const auto& [tokens_BT, documents, cache] = inputs[i];
-      all_BTC[i] = unit == 0 ? model_.embed(weights, tokens_BT, documents, cache)
-                             : run_layers(unit, weights, all_BTC[i], documents, cache);
+  std::vector<Stage::Chunk> chunks{{0, model_.units().size()}};
+  if (stage_) chunks = stage_->chunks;
+  for (const Stage::Chunk& chunk : chunks) {
+    for (size_t i = 0; chunk.begin > 0 && i < inputs.size(); ++i) {
+      std::vector<int64_t> sizes = inputs[i].tokens_BT.sizes().vec();
+      sizes.push_back(model_.architecture().width);
+      stage_->link->expect(StageLink::Way::kForward, std::move(sizes), 1);
+      all_BTC[i] = stage_->link->receive(StageLink::Way::kForward);
     }
-    stream_.release(unit);
-  }
-  if (stage_ && !stage_->link->last()) {
+    for (size_t unit = chunk.begin; unit < std::min(chunk.end, model_.head()); ++unit) {
+      if (before_unit) before_unit();
+      const UnitWeights& weights = stream_.get(unit);
+      for (size_t i = 0; i < inputs.size(); ++i) {
+        const auto& [tokens_BT, documents, cache] = inputs[i];
+        all_BTC[i] = unit == 0 ? model_.embed(weights, tokens_BT, documents, cache)
+                               : run_layers(unit, weights, all_BTC[i], documents, cache);
+      }
+      stream_.release(unit);
+    }
+    if (chunk.end == model_.units().size()) break;
     for (const Tensor& x_BTC : all_BTC) stage_->link->send(StageLink::Way::kForward, x_BTC);
   }
   return all_BTC;
@@ -456,7 +489,7 @@ double UnitPass::loss(const Batch& batch) {
   stream_.start(forward_order());
   const Input input{batch.tokens_BT, batch.document_ends};
   const std::vector<Tensor> x_BTC = forward_without_gradients({&input, 1}, {});
-  if (stage_ && !stage_->link->last()) return 0;
+  if (!has_head()) return 0;
   const Head head = get_head();
   const Tensor h_MC = model_.final_norm(head.weights, x_BTC.front());
   const double loss =
@@ -478,7 +511,7 @@ std::vector<Tensor> UnitPass::next_logits(std::span<const Continued> sequences,
   for (const auto& [tokens_1T, cache] : sequences) inputs.push_back({tokens_1T, {}, cache});
   const std::vector<Tensor> all_1TC = forward_without_gradients(inputs, before_unit);
   std::vector<Tensor> logits_V(inputs.size());
-  if (!stage_ || stage_->link->last()) {
+  if (has_head()) {
     const Head head = get_head();
     for (size_t i = 0; i < inputs.size(); ++i) {
       const int64_t tokens = all_1TC[i].size(1);

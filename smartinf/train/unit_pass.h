@@ -42,19 +42,24 @@ class UnitPass {
  public:
   /// One stage of a pipeline: this process computes these units alone.
   struct Stage {
-    size_t begin = 0;  // units [begin, end)
-    size_t end = 0;
+    struct Chunk {
+      size_t begin = 0;  // units [begin, end)
+      size_t end = 0;
+    };
+    std::vector<Chunk> chunks;                  // one, or several whose weights may be streamed
     std::vector<plan::PipelineAction> actions;  // of a step
     uint64_t at_once = 1;                       // messages that are awaited
     std::unique_ptr<StageLink> link;
+
+    bool looped() const { return chunks.size() > 1; }
   };
 
   /// recompute: a unit keeps its input alone, and backward computes it again. Nothing in a unit is
   /// random, so the second time has the bits of the first. saved: what autograd keeps of units of
   /// layers goes through these buffers instead, where offload() says so and it is not larger than
   /// they are. adapters: what is trained instead of the model's own weights; null: those. All that
-  /// is referred to outlives it. stage: where all units stay, without `saved` and with inputs that
-  /// stay tensors; none: all units are computed here.
+  /// is referred to outlives it. stage: without `saved` and with inputs that stay tensors; all
+  /// units of one chunk stay. None: all units are computed here.
   UnitPass(const Model& model, LayerStream& stream, Adapters* adapters, bool recompute,
            UnitInputs inputs, std::optional<SpooledBuffers> saved,
            std::optional<Stage> stage = std::nullopt);
@@ -96,7 +101,7 @@ class UnitPass {
   /// losses, summed over batches by plan/micro_batches.h's tree: the same bits in one pass over
   /// several batches and in several passes over one each.
   /// A stage is given all micro batches of `mine` at once, and gives out gradients when it has sent
-  /// its last message; only the last stage has losses.
+  /// its last message, or the last one of a chunk; only the last stage has losses.
   std::vector<double> train(std::span<const Batch> batches, const Options& options);
   /// The units in the order in which train() uses them.
   std::vector<uint32_t> order() const;
@@ -170,7 +175,14 @@ class UnitPass {
   std::vector<torch::Tensor> forward_without_gradients(std::span<const Input> inputs,
                                                        const std::function<void()>& before_unit);
   std::vector<double> train_stage();
-  void backward_stage(size_t batch, std::vector<double>& losses);
+  void forward_stage(const Stage::Chunk& chunk, size_t batch);
+  void backward_stage(const Stage::Chunk& chunk, size_t batch, std::vector<double>& losses);
+  /// Weights of a unit for a micro batch of a stage: held, where it has chunks, from the first to
+  /// the last one.
+  const UnitWeights& hold(size_t unit, size_t batch);
+  void let_go(size_t unit, size_t batch);
+  void emit_stage(size_t& next, size_t begin);
+  bool has_head() const { return !stage_ || stage_->chunks.back().end == model_.units().size(); }
   bool offloads(size_t unit, size_t batch) const;
   void forward_unit(size_t unit, const UnitWeights& weights, size_t batch);
   double head_of(const Head& head, size_t batch);
@@ -198,6 +210,9 @@ class UnitPass {
   // State of the step, by unit and parameter: gradients so far.
   std::vector<std::vector<std::optional<GradientTree>>> sums_;
   std::optional<GradientTree> tied_sums_;  // the head's share of the embedding's gradient
+  // Of a stage's chunk, until its last micro batch.
+  std::vector<const UnitWeights*> held_;  // by unit
+  std::optional<Head> held_head_;
 };
 
 }  // namespace smartinf::train

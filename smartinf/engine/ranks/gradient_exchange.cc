@@ -71,17 +71,36 @@ void GradientExchange::put(std::span<const Piece> pieces, uint64_t first, const 
                               uint64_t{sums.trees}, static_cast<uint64_t>(sums.type)}) {
     spans_checksum_ = base::mix_seed(spans_checksum_, part);
   }
+  std::vector<Received> home;
   for (const Piece& piece : pieces) {
-    Segment segment{piece, &format, {}, {}};
+    std::vector<const std::byte*> nodes;
     size_t next = 0;
     for (const SumFormat::Node& node : format.nodes) {
       if (node.rank != ranks_->rank()) continue;
-      segment.nodes.push_back(static_cast<const std::byte*>(sums.nodes[next++]) +
-                              (piece.first - first) * base::data_type_bytes(node.type));
+      nodes.push_back(static_cast<const std::byte*>(sums.nodes[next++]) +
+                      (piece.first - first) * base::data_type_bytes(node.type));
     }
-    add(std::move(segment));
+    const std::optional<uint32_t> rank = only_rank(piece, format);
+    if (!rank) add({piece, &format, std::move(nodes), {}});
+    if (rank == ranks_->rank()) home.push_back({piece, &format, std::move(nodes)});
   }
   keep_values();
+  put_home(home);
+}
+
+std::optional<uint32_t> GradientExchange::only_rank(const Piece& piece,
+                                                    const SumFormat& format) const {
+  const uint32_t one = layout_.measuring_rank(piece.first);
+  bool only = format.nodes_of(one) == format.nodes.size();
+  layout_.visit_parts(piece, [&](uint32_t rank, const GradientPart&) { only &= rank == one; });
+  return only ? std::optional(one) : std::nullopt;
+}
+
+void GradientExchange::put_home(std::span<const Received> parts) {
+  if (parts.empty()) return;
+  Status status = submit_all(parts);
+  const std::lock_guard lock(mutex_);
+  if (status_.ok()) status_ = std::move(status);
 }
 
 /// All ranks close a bucket at the same piece: what they go by is the same on all of them.
@@ -295,8 +314,10 @@ std::vector<GradientExchange::Received> GradientExchange::received_in(const Buck
   return parts;
 }
 
-Status GradientExchange::receive(Bucket& bucket) {
-  const std::vector<Received> parts = received_in(bucket);
+Status GradientExchange::receive(Bucket& bucket) { return submit_all(received_in(bucket)); }
+
+Status GradientExchange::submit_all(std::span<const Received> parts) {
+  const std::lock_guard lock(submitting_);
   for (size_t begin = 0; begin < parts.size();) {
     size_t end = begin;
     uint64_t elements = 0;

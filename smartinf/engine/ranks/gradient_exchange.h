@@ -3,7 +3,8 @@
 // up by the tree over micro batches (plan/micro_batches.h) and hands the sums to its devices.
 //
 // Spans are collected into buckets, which all ranks cut alike, and each bucket is one all_to_all. A
-// thread takes the buckets as they arrive, so that the caller goes on with its backward.
+// thread takes the buckets as they arrive, so that the caller goes on with its backward. What one
+// rank alone has summed for devices of its own goes to them at once, and nobody waits for that.
 //
 // The norm is measured piece by piece (gradient_tracker.h). A piece that reaches over subgroups of
 // several ranks goes whole to the rank of its first element, which measures it, and its parts go to
@@ -80,6 +81,10 @@ class GradientExchange {
     std::unique_ptr<Collectives::Pending> pending;
   };
 
+  /// The rank that has all nodes and gets all parts of a piece; none: several take part.
+  std::optional<uint32_t> only_rank(const GradientTracker::Piece& piece,
+                                    const SumFormat& format) const;
+  void put_home(std::span<const Received> parts);
   void add(Segment segment);
   void keep_values();
   void close_bucket();
@@ -90,6 +95,9 @@ class GradientExchange {
   void work(Bucket& bucket);
   base::Status receive(Bucket& bucket);
   std::vector<Received> received_in(const Bucket& bucket) const;
+
+  // The thread, and the caller for what stays here.
+  base::Status submit_all(std::span<const Received> parts);
   base::Status submit(std::span<const Received> run);
   void add_up(const Received& received, float* out, std::vector<float>& stack) const;
 
@@ -108,7 +116,7 @@ class GradientExchange {
   std::vector<uint64_t> open_received_;  // bytes that each rank will have received
   uint64_t open_sent_ = 0;               // bytes of the rank that sends most
 
-  // The thread's.
+  std::mutex submitting_;                   // of the devices and what follows
   std::vector<float> sums_;                 // of parts that follow each other
   std::vector<std::vector<float>> stacks_;  // of each worker of the team
 

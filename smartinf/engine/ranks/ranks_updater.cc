@@ -88,10 +88,6 @@ Status check_options(const UpdaterOptions& options, size_t sources) {
     return Status(ErrorCode::kUnsupported, "ranks that share a run, and have runs of their own",
                   "This is a bug in the caller.");
   }
-  if (!options.stages.empty() && options.stream_weights) {
-    return Status(ErrorCode::kUnsupported, "stages of ranks whose weights come from the devices",
-                  "Keep the weights of a stage in memory.");
-  }
   if (options.devices.size() != sources) {
     return Status(ErrorCode::kInvalidArgument, "the ranks of some devices are not given",
                   "This is a bug in the caller.");
@@ -206,6 +202,25 @@ Status RanksUpdater::put_gradient_sums(uint64_t first, uint64_t count, const Gra
   return Status();
 }
 
+bool RanksUpdater::is_home(size_t subgroup) const {
+  return options_.stages.empty() ||
+         (users_[subgroup].size() == options_.stages.front().ranks &&
+          std::ranges::binary_search(users_[subgroup], rank_of_[subgroup]));
+}
+
+Status RanksUpdater::not_home(size_t subgroup) const {
+  if (is_home(subgroup)) return Status();
+  const plan::Subgroup& at = here_->devices().subgroups[subgroup];
+  return Status(
+      ErrorCode::kFailedPrecondition,
+      fmt::format("a stage reads its weights from its own ranks' devices, but those of elements {} "
+                  "to {} are on rank {}'s",
+                  at.first, at.first + at.count - 1, rank_of_[subgroup]),
+      "The run was begun with another division: set ranks.pipeline, ranks.chunks and ranks.split "
+      "as "
+      "then, or allow so much memory that the weights stay there.");
+}
+
 Result<std::vector<Holders>> RanksUpdater::holders_of(uint64_t first, uint64_t count,
                                                       uint32_t trees) const {
   if (options_.stages.empty()) return std::vector(trees, Holders{0, ranks_->world()});
@@ -285,9 +300,14 @@ WeightsSink RanksUpdater::sink_here(const std::vector<void*>& places) const {
 Status RanksUpdater::all_with(std::string_view call, const std::vector<void*>& places,
                               const Status& mine, std::string_view same) const {
   std::string text(same);
-  for (const void* place : places) text += place != nullptr ? '1' : '0';
+  Status status = mine;
+  for (size_t i = 0; i < places.size(); ++i) {
+    const bool fetched = places[i] == nullptr;
+    if (options_.stages.empty()) text += fetched ? '0' : '1';
+    if (fetched && options_.stream_weights && takes_part(i) && status.ok()) status = not_home(i);
+  }
   return all(fmt::format("{} ({:016x})", call, base::checksum(std::as_bytes(std::span(text)))),
-             mine);
+             status);
 }
 
 Status RanksUpdater::start_update(const UpdateOptions& options, base::DataType type,
@@ -338,6 +358,7 @@ void RanksUpdater::demand_nothing() {
 Status RanksUpdater::fetch_weights(uint64_t first, base::DataType type, void* out) {
   SI_RETURN_IF_ERROR(here_->check_fetch(first));
   const size_t index = here_->devices().subgroup_at(first);
+  SI_RETURN_IF_ERROR(not_home(index));
   if (fetches_[index] != Fetch::kNone) {
     return Status(ErrorCode::kFailedPrecondition,
                   fmt::format("the weights from element {} on are being fetched already", first),

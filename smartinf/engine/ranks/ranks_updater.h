@@ -125,14 +125,19 @@ class RanksUpdater final : public Updater {
   }
   /// Whether its new weights come to this rank or go from it.
   bool takes_part(size_t subgroup) const { return is_here(subgroup) || is_used(subgroup); }
+  /// Whether all ranks that compute with the subgroup are of one stage, and one of them has it:
+  /// only then it can be fetched.
+  bool is_home(size_t subgroup) const;
+  base::Status not_home(size_t subgroup) const;
   /// Ranks that have the gradients of a span, of each of so many trees. Errors: kInvalidArgument
   /// for a span that is not within a stage.
   base::Result<std::vector<Holders>> holders_of(uint64_t first, uint64_t count,
                                                 uint32_t trees) const;
   /// The answer of all ranks to a call.
   base::Status all(std::string_view call, const base::Status& mine) const;
-  /// The same where all of them want the weights of the same subgroups. same: what else they have
-  /// in common.
+  /// The same where all of them, or all without stages, want the weights of the same subgroups.
+  /// same: what else they have in common. Errors also: of a subgroup that is to be fetched and
+  /// cannot be.
   base::Status all_with(std::string_view call, const std::vector<void*>& places,
                         const base::Status& mine, std::string_view same = {}) const;
   base::Status read_from_all(uint32_t plane_mask, size_t plane_count, const ReadHere& read_here,

@@ -166,14 +166,14 @@ Status pipeline(const Ranks& ranks, uint64_t rounds, std::span<const std::string
   for (uint64_t round = 0; round < rounds; ++round) {
     SI_RETURN_IF_ERROR(ranks.barrier());
     const uint64_t begin_ns = base::now_ns();
-    if (!link.first()) link.expect(Way::kForward, sizes, count, 1 + ahead);
-    if (!link.last()) link.expect(Way::kBackward, sizes, count, 1 + ahead);
+    if (ends.before) link.expect(Way::kForward, sizes, count, 1 + ahead);
+    if (ends.behind) link.expect(Way::kBackward, sizes, count, 1 + ahead);
     for (const auto& action : plan::pipeline_actions(stages, stage, count, ahead)) {
       const bool forward = action.kind == plan::PipelineAction::Kind::kForward;
       const Way way = forward ? Way::kForward : Way::kBackward;
-      if (forward ? !link.first() : !link.last()) link.receive(way);
+      if (forward ? ends.before : ends.behind) link.receive(way);
       std::this_thread::sleep_for(forward ? forward_time : backward_time);
-      if (forward ? !link.last() : !link.first()) link.send(way, message);
+      if (forward ? ends.behind : ends.before) link.send(way, message);
     }
     link.finish();
     SI_RETURN_IF_ERROR(ranks.barrier());

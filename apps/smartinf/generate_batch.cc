@@ -230,6 +230,7 @@ class Batch {
                         train::longest_sequence(*prompts_, &coder, source.architecture.positions));
     sources_ = engine::sources_at(flags_.cache, storage::RingKind::kAuto, flags_.remote);
     SI_RETURN_IF_ERROR(load(longest));
+    keep_some(longest);
     SI_ASSIGN_OR_RETURN(const train::JobIdentity identity, identity_of());
     SI_RETURN_IF_ERROR(files_->start(identity, prompts_->file->lines(), notes()));
     describe();
@@ -312,6 +313,23 @@ class Batch {
                              .store_bytes = bytes});
   }
 
+  /// Memory that nothing else has a use for keeps keys and values beside their drives.
+  void keep_some(uint64_t longest) {
+    const auto is_local = [](const std::string& path) { return !serve::is_remote(path); };
+    const auto local = static_cast<uint64_t>(std::ranges::count_if(flags_.cache, is_local));
+    if (local == 0 || device_bytes_ < csd::kCacheWorkBytes) return;
+    const engine::KeyValueShape shape = in_format(generator_->key_value_shape());
+    const uint64_t block = kernels::cache_block_bytes(shape.attention.block);
+    const uint64_t blocks =
+        base::divide_up(longest, uint64_t{kernels::kCacheBlockTokens}) * shape.layers;
+    // Of what nobody has asked for, half is left to others.
+    const uint64_t left = generator_->memory_left() / (host_bytes_ != 0 ? 1 : 2);
+    const uint64_t each = std::min(left, sequences_ * blocks * block) / local / block * block;
+    for (const std::string& path : flags_.cache) kept_bytes_.push_back(is_local(path) ? each : 0);
+    if (each > 0)
+      room_ += fmt::format("; {} of them in memory, too", base::format_bytes(each * local));
+  }
+
   engine::KeyValueShape in_format(engine::KeyValueShape shape) const {
     if (!flags_.cache_format.empty()) {
       shape.attention.block.format =
@@ -362,6 +380,7 @@ class Batch {
     options.identity = fmt::format("the batch job {:016x}", files_->job());
     options.afresh = flags_.fresh;
     options.device_memory_bytes = device_bytes_;
+    options.kept_bytes = kept_bytes_;
     auto store = engine::make_device_store(sources_, options);
     if (store.status().code() != ErrorCode::kCorrupt) return store;
     screen_.note("keys and values: " + store.status().to_string());
@@ -448,7 +467,8 @@ class Batch {
   std::string room_;         // for people
   uint64_t store_bytes_ = 0;   // of keys and values
   uint64_t device_bytes_ = 0;  // of them, for each device
-  uint64_t sequences_ = 0;     // at once
+  std::vector<uint64_t> kept_bytes_;  // by device, beside it
+  uint64_t sequences_ = 0;            // at once
   engine::DeviceSources sources_;
   const engine::KeyValueStore* store_ = nullptr;  // on devices; the decoder's
   std::unique_ptr<train::JobFiles> files_;

@@ -146,9 +146,10 @@ Status DeviceStore::open_devices(const DeviceSources& sources) {
   csd::DeviceShare share;
   share.slot_memory_bytes = uint64_t{64} << 20;  // at most; one slot of a block is made
   share.gradient_memory_bytes = share.slot_memory_bytes;
-  share.cache_memory_bytes = options_.device_memory_bytes;
   for (size_t d = 0; d < sources.size(); ++d) {
     csd::DeviceSource& source = *sources[d];
+    share.cache_memory_bytes = options_.device_memory_bytes;
+    if (!options_.kept_bytes.empty()) share.cache_memory_bytes += options_.kept_bytes.at(d);
     auto device = open_or_make_smallest(source, share);
     if (!device.ok()) return std::move(device).status().with_context("device " + source.name());
     devices_.push_back(std::move(*device));

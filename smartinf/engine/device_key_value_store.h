@@ -8,8 +8,10 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "smartinf/base/status.h"
+#include "smartinf/csd/messages/cache/cache.h"
 #include "smartinf/engine/device_source.h"
 #include "smartinf/engine/key_value_store.h"
 
@@ -22,7 +24,9 @@ struct DeviceStoreOptions {
   /// What else they depend on, compared as it is: weights, tokenizer.
   std::string identity;
   bool afresh = false;                                // what was saved is lost
-  uint64_t device_memory_bytes = uint64_t{64} << 20;  // of each device, for reading and writing
+  uint64_t device_memory_bytes = csd::kCacheWorkBytes;  // of each device, for reading and writing
+  /// By device, beside it, for blocks that are then not read again from the drive; empty: nothing.
+  std::vector<uint64_t> kept_bytes;
   std::chrono::nanoseconds device_silence_max = std::chrono::minutes(10);
 };
 

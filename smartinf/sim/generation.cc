@@ -341,6 +341,13 @@ Result<GenerationNeed> generation_need(const ModelShape& model, const Machine& m
   need.host_parts = placed->memory.host;
   need.host_parts.push_back({kept_name(need), kept});
   need.host_bytes = placed->memory.host_bytes + kept;
+  if (!need.in_memory && check_memory(machine, options).ok()) {
+    // Of what nobody has asked for, smartinf generate leaves half to others.
+    const uint64_t left = (limit - need.host_bytes) / (options.memory_bytes > 0 ? 1 : 2);
+    need.kept_bytes = std::min(left, need.cache_bytes);
+    need.host_parts.push_back({"keys and values that are on drives, too", need.kept_bytes});
+    need.host_bytes += need.kept_bytes;
+  }
   return need;
 }
 

@@ -90,6 +90,10 @@ class GenerationGraph {
     }
     const double all = static_cast<double>(step_.read) * (1 - options.inputs);
     for (double& read : read_of_layer_) read = blocks > 0 ? all * read / blocks : 0;
+    if (step_.read > 0) {
+      read_share_ -=
+          std::min(1.0, static_cast<double>(need.kept_bytes) / static_cast<double>(step_.read));
+    }
     make_resources();
   }
 
@@ -410,8 +414,8 @@ class GenerationGraph {
         }
         held += piece->bytes;
       }
-      const uint32_t read =
-          graph_.add_task({stage(bytes, reads)}, {group.read, room, done_[done_.size() - 1]});
+      const uint32_t read = graph_.add_task({stage(bytes * read_share_, reads)},
+                                            {group.read, room, done_[done_.size() - 1]});
       group.read = read;
       const uint32_t before = group.folded.empty() ? EventGraph::kNone : group.folded.back().task;
       const uint32_t fold = graph_.add_task({stage(fetches() ? 0 : bytes, folds)}, {read, before});
@@ -493,7 +497,7 @@ class GenerationGraph {
     const double keys = static_cast<double>(2 * model_.kv_heads * model_.head_size);
     const double kept =
         not_inputs + (options_.inputs_in_memory ? 0 : options_.inputs * hidden() / keys);
-    times.traffic.read = whole(read + inputs_read_);
+    times.traffic.read = whole(read * read_share_ + inputs_read_);
     times.traffic.written = whole(static_cast<double>(step_.written) * kept);
     times.traffic.link_down = whole(static_cast<double>(step_.link_down) * not_inputs);
     times.traffic.link_up =
@@ -525,6 +529,7 @@ class GenerationGraph {
   uint32_t halves_ = 2;
   uint64_t middle_ = 0;                // tokens that a sequence has
   plan::CacheTraffic step_;            // of all sequences
+  double read_share_ = 1;              // of its blocks, that no memory keeps
   std::vector<double> read_of_layer_;  // bytes of all blocks, without sequences kept as inputs
 
   EventGraph graph_;

@@ -56,6 +56,7 @@ class TorchGenerator final : public Generator {
     return guarded(
         "load the model", [&] { return load_all(needs); }, kLess);
   }
+  uint64_t memory_left() const override { return memory_left_; }
   std::vector<std::string> describe() const override;
   Result<std::vector<std::pair<std::string, std::string>>> identity(
       const Progress& progress) const override;
@@ -88,7 +89,7 @@ class TorchGenerator final : public Generator {
   Status open_table();
   Status check_store(bool own_store) const;
   Status make_plan(DecodeNeeds needs);
-  Result<plan::InferencePlan> plan_of(const DecodeNeeds& needs) const;
+  Result<plan::InferencePlan> plan_of(const DecodeNeeds& needs);
   uint64_t buffer_bytes() const;
   Status streams() const;
 
@@ -106,6 +107,7 @@ class TorchGenerator final : public Generator {
   uint64_t file_bytes_ = 0;       // of all weights in files
   uint64_t store_bytes_ = 0;      // of keys and values in memory
   plan::InferencePlan plan_;
+  uint64_t memory_left_ = 0;
   std::unique_ptr<FrozenWeights> files_;
   std::unique_ptr<engine::Updater> updater_;
   std::optional<engine::StoredRun> stored_;  // with a table
@@ -182,7 +184,7 @@ uint64_t TorchGenerator::buffer_bytes() const {
   return updater_->memory_bytes();
 }
 
-Result<plan::InferencePlan> TorchGenerator::plan_of(const DecodeNeeds& needs) const {
+Result<plan::InferencePlan> TorchGenerator::plan_of(const DecodeNeeds& needs) {
   const model::Architecture& model = source_.architecture;
   plan::InferenceMemoryInput input;
   input.units = model::make_units(model);
@@ -227,7 +229,9 @@ Result<plan::InferencePlan> TorchGenerator::plan_of(const DecodeNeeds& needs) co
     input.accelerator_limit_bytes =
         options_.accelerator_bytes != 0 ? options_.accelerator_bytes : memory.free_bytes;
   }
-  return plan::plan_inference(input);
+  Result<plan::InferencePlan> plan = plan::plan_inference(input);
+  if (plan.ok()) memory_left_ = input.host_limit_bytes - plan->memory.host_bytes;
+  return plan;
 }
 
 Status TorchGenerator::load(std::span<const uint64_t> tokens) {

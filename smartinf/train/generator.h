@@ -63,6 +63,8 @@ class Generator {
   virtual base::Status load(std::span<const uint64_t> tokens) = 0;
   /// The same for keys and values in a store that decoder() is given.
   virtual base::Status load(const DecodeNeeds& needs) = 0;
+  /// After load(): host memory that may be used, and for which it has no use.
+  virtual uint64_t memory_left() const = 0;
   /// Lines for people, after load(): model, memory, what every token reads.
   virtual std::vector<std::string> describe() const = 0;
   /// After load(): what the tokens behind a prompt follow from beside it, each by a name for

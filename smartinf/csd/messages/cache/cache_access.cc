@@ -66,6 +66,7 @@ CacheAccess::~CacheAccess() {
   // The drive may still write there.
   storage::leak_in_flight(std::move(file_));
   storage::leak_in_flight(std::move(memory_));
+  storage::leak_in_flight(std::move(kept_memory_));
   storage::leak_in_flight(std::move(blocks_));
   storage::leak_in_flight(std::move(scans_));
 }
@@ -186,7 +187,7 @@ bool CacheAccess::try_serve(Command& command, std::unique_lock<std::mutex>& lock
     answer(command, Status());
     return true;
   }
-  waits_for_quiet_ = !quiet();
+  waits_for_quiet_ = !quiet() || free_blocks_.empty();
   if (waits_for_quiet_) return false;
   if (const auto* message = command.as<ReadTail>()) {
     answer(command, read_tail(*message), message->block.size());
@@ -239,26 +240,31 @@ Status CacheAccess::open(const OpenCache& message) {
   return Status();
 }
 
-/// A quarter of it for blocks that are to be written, the rest for reading.
+/// Of kCacheWorkBytes, a quarter for blocks that are to be written, the rest for reading.
 Status CacheAccess::take_memory() {
   const uint64_t block = file_->identity().block_bytes;
   const uint64_t all = parts_.options.cache_memory_bytes;
-  const uint64_t pending = std::max<uint64_t>(2, all / 4 / block);
-  if ((pending + 2) * block > all) {
+  const uint64_t work = std::min(all, std::max(kCacheWorkBytes, 4 * block));
+  const uint64_t pending = std::max<uint64_t>(2, work / 4 / block);
+  if ((pending + 2) * block > work) {
     return Status(ErrorCode::kOutOfMemory,
                   "four blocks of keys and values take " + base::format_bytes(4 * block) +
                       ", and the device has " + base::format_bytes(all) + " for them",
                   "Give it more memory.");
   }
-  const uint64_t left = all - pending * block;
+  const uint64_t left = work - pending * block;
   const uint64_t chunk =
       std::max<uint64_t>(1, std::min(kCacheReadBytesMax, left / kChunksMin) / block) * block;
   const uint64_t chunks = left / chunk;
   SI_ASSIGN_OR_RETURN(memory_, base::AlignedBuffer::allocate(pending * block + chunks * chunk));
   const std::span<std::byte> bytes = memory_.bytes();
-  blocks_ = std::vector<Pending>(pending);
-  for (uint64_t i = 0; i < pending; ++i) {
-    blocks_[i].memory = bytes.subspan(i * block, block);
+  unwritten_max_ = pending;
+  kept_max_ = (all - work) / block;
+  SI_ASSIGN_OR_RETURN(kept_memory_, base::AlignedBuffer::allocate(kept_max_ * block));
+  blocks_ = std::vector<Pending>(pending + kept_max_);
+  for (uint64_t i = blocks_.size(); i-- > 0;) {  // those that the ring knows come first
+    blocks_[i].memory = i < pending ? bytes.subspan(i * block, block)
+                                    : kept_memory_.bytes().subspan((i - pending) * block, block);
     blocks_[i].transfer.owner = &blocks_[i];
     free_blocks_.push_back(&blocks_[i]);
   }
@@ -344,7 +350,9 @@ bool CacheAccess::close_sequence(Command& command, uint64_t id) {
   // Blocks that nobody will read need not be written.
   std::erase_if(to_write_, [&](Pending* pending) {
     if (pending->id != id) return false;
+    --unwritten_;
     pending->written = true;
+    if (pending->listed) ++kept_;
     release(*pending);
     return true;
   });
@@ -356,10 +364,7 @@ bool CacheAccess::close_sequence(Command& command, uint64_t id) {
   for (uint32_t layer = 0; layer < sequence.layers.size(); ++layer) {
     const auto listed = pending_of_.find({id, layer});
     if (listed == pending_of_.end()) continue;
-    for (Pending* pending : std::exchange(listed->second, {})) {
-      pending->listed = false;
-      release(*pending);
-    }
+    for (Pending* pending : listed->second) unlist(*pending);
     pending_of_.erase(listed);
   }
   scans_->forget(sequence);
@@ -439,11 +444,12 @@ void CacheAccess::append_block(const AppendKeysValues& message, uint64_t block) 
   layer.tail_tokens = whole ? 0 : static_cast<uint32_t>(tokens);
   layer.tail_sum = whole ? 0 : sum;
   to_write_.push_back(&pending);
+  ++unwritten_;
 }
 
 void CacheAccess::start_writes() {
   const uint32_t depth = std::max(1u, file_->queue().depth() / 4);
-  const bool urgent = !commands_.empty() || 2 * free_blocks_.size() < blocks_.size();
+  const bool urgent = !commands_.empty() || 2 * unwritten_ > unwritten_max_;
   if (!urgent && scans_->wants()) return;
   while (!to_write_.empty() && writes_in_flight_ < depth) {
     Pending& pending = *to_write_.front();
@@ -460,6 +466,7 @@ void CacheAccess::start_writes() {
 
 void CacheAccess::on_written(Pending& pending) {
   --writes_in_flight_;
+  --unwritten_;
   pending.written = true;
   if (pending.transfer.status.ok()) {
     traffic_.add_down(base::TrafficKind::kCache, pending.memory.size());
@@ -469,14 +476,47 @@ void CacheAccess::on_written(Pending& pending) {
         Status(pending.transfer.status).with_context("sequence " + std::to_string(pending.id)));
   }
   if (!pending.listed) return release(pending);
-  const auto listed = pending_of_.find({pending.id, pending.layer});
+  ++kept_;
+  keep_some_of({pending.id, pending.layer});
+}
+
+/// The block is written.
+void CacheAccess::unlist(Pending& pending) {
+  pending.listed = false;
+  --kept_;
+  release(pending);
+}
+
+/// Gives up the first blocks of the layer as far as more are kept than there is memory for.
+void CacheAccess::keep_some_of(const LayerKey& key) {
+  const auto listed = pending_of_.find(key);
   std::deque<Pending*>& list = listed->second;
-  while (!list.empty() && list.front()->written) {
-    list.front()->listed = false;
-    release(*list.front());
+  while (kept_ > kept_max_ && !list.empty() && list.front()->written) {
+    unlist(*list.front());
     list.pop_front();
   }
   if (list.empty()) pending_of_.erase(listed);
+}
+
+/// The last blocks of a layer that were read: those of a sequence that was taken up again. Takes no
+/// memory from those that are to be written.
+void CacheAccess::keep_read(const Attending& attending, const CacheChunk& chunk) {
+  const CachedSequence& sequence = *attending.sequence;
+  const uint64_t end = attending.next;
+  if (kept_ >= kept_max_ || on_drive(sequence, attending.layer) != end) return;
+  const uint64_t bytes = file_->identity().block_bytes;
+  for (uint64_t block = end; block-- > chunk.first && kept_ < kept_max_;) {
+    if (free_blocks_.size() <= unwritten_max_) return;
+    Pending& kept = *free_blocks_.back();
+    free_blocks_.pop_back();
+    std::memcpy(kept.memory.data(), chunk.memory.data() + (block - chunk.first) * bytes, bytes);
+    kept.id = sequence.id;
+    kept.layer = attending.layer;
+    kept.place = block;
+    kept.listed = true;
+    pending_of_[{kept.id, kept.layer}].push_front(&kept);
+    ++kept_;
+  }
 }
 
 void CacheAccess::release(Pending& pending) {
@@ -499,7 +539,7 @@ Status CacheAccess::read_tail(const ReadTail& message) {
                                             std::to_string(message.tokens));
   }
   const uint64_t place = file_->blocks(*sequence) + layer.tail_place;
-  const auto bytes = blocks_.front().memory;  // nothing is to be written
+  const auto bytes = free_blocks_.back()->memory;
   SI_RETURN_IF_ERROR(file_->queue().run(
       storage::IoOp::kRead, file_->place_offset(*sequence, message.layer, place), bytes, memory_));
   traffic_.add_up(base::TrafficKind::kCache, bytes.size());
@@ -618,6 +658,8 @@ void CacheAccess::begin(uint64_t id, uint32_t layer, uint64_t end_token,
       scans_->join(*scan, &one);
     } else if (first < drive_end) {
       scan = &scans_->take(sequence, layer, first, drive_end, &one);
+    } else {
+      scans_->drop_ahead(sequence, layer);
     }
     one.scan = scan;
     if (drive_end < end) {
@@ -712,6 +754,7 @@ Status CacheAccess::fold_chunk(Attending& attending, std::unique_lock<std::mutex
   }
   lock.lock();
   attending.next = std::max(end, begin);
+  if (status.ok()) keep_read(attending, chunk);
   scans_->use(scan, attending.chunks_used++);
   wake();
   return status;

@@ -6,6 +6,8 @@
 // those that wait in memory to be written; first all of a prefix, then those of its own sequence.
 // Queries that come together over one prefix share its reads, and are divided among the threads.
 // Blocks are written when no query waits for a read, or when half of the memory for them is in use.
+// Memory beyond kCacheWorkBytes keeps blocks that the drive has, too: of each layer of a sequence
+// the last ones, which are folded from there and not read again until others need the place.
 #pragma once
 
 #include <condition_variable>
@@ -50,7 +52,7 @@ class CacheAccess final : public BesideAccess {
   uint64_t next_due_ns() const override { return ~uint64_t{0}; }
 
  private:
-  /// A block that is to be written; a tail's place lies behind those of whole blocks.
+  /// A block that is to be written, or is kept; a tail's place lies behind those of whole blocks.
   struct Pending {
     std::span<std::byte> memory;
     storage::Transfer transfer;  // owner: this
@@ -125,6 +127,9 @@ class CacheAccess final : public BesideAccess {
   void go_on(Attending& attending);
   void finish(Attending& attending);
   void answer(Command& command, base::Status status, uint64_t bytes_up = 0);
+  void unlist(Pending& pending);
+  void keep_some_of(const LayerKey& key);
+  void keep_read(const Attending& attending, const CacheChunk& chunk);
   void release(Pending& pending);
   void wake();
 
@@ -141,16 +146,21 @@ class CacheAccess final : public BesideAccess {
   bool waits_for_quiet_ = false;   // the first of them needs a drive that does nothing
 
   kernels::AttentionShape shape_;
-  base::AlignedBuffer memory_;
+  base::AlignedBuffer memory_;       // the drive's as well
+  base::AlignedBuffer kept_memory_;  // for kept_max_ more blocks; becomes resident as they come
   std::unique_ptr<storage::CacheFile> file_;
   std::unique_ptr<CacheScans> scans_;
   std::set<uint64_t> opened_;  // sequences; others were saved and nobody asked for them
   std::map<uint64_t, base::Status> failed_;
-  std::vector<Pending> blocks_;  // all memory for blocks that are to be written
+  std::vector<Pending> blocks_;  // all memory for blocks that are to be written, or kept
   std::vector<Pending*> free_blocks_;
-  std::map<LayerKey, std::deque<Pending*>>
-      pending_of_;  // whole blocks, from the first unwritten on
+  // Whole blocks in memory, the last ones of each; none is empty.
+  std::map<LayerKey, std::deque<Pending*>> pending_of_;
   std::deque<Pending*> to_write_;
+  uint64_t unwritten_ = 0;      // blocks
+  uint64_t unwritten_max_ = 0;  // twice as many as may wait for a pause of the readers
+  uint64_t kept_ = 0;           // blocks that are written and listed
+  uint64_t kept_max_ = 0;
   uint32_t writes_in_flight_ = 0;
   std::list<Attending> attending_;
   std::vector<Asked> gathered_;  // that more are to come to, of one layer and prefix

@@ -106,6 +106,10 @@ void CacheScans::leave(CacheScan& scan, void* reader, uint64_t used_by_reader) {
   free_used(scan);
 }
 
+void CacheScans::drop_ahead(const CachedSequence& sequence, uint32_t layer) {
+  if (const auto begun = ahead(sequence, layer); begun != ahead_.end()) discard(ahead_, begun);
+}
+
 void CacheScans::forget(const CachedSequence& sequence) {
   std::erase_if(first_block_, [&](const auto& one) { return one.first.second == sequence.id; });
   for (auto scan = ahead_.begin(); scan != ahead_.end();) {

@@ -77,6 +77,8 @@ class CacheScans {
   void use(CacheScan& scan, uint64_t used_by_reader);
   /// A reader that has used so many needs no more.
   void leave(CacheScan& scan, void* reader, uint64_t used_by_reader);
+  /// What was read ahead of a sequence's layer is not needed.
+  void drop_ahead(const storage::CachedSequence& sequence, uint32_t layer);
   /// Nothing is read ahead of a sequence any more.
   void forget(const storage::CachedSequence& sequence);
   void set_order(std::vector<LayerSequence> order);

@@ -236,6 +236,42 @@ TEST_P(DeviceCache, ManyQueriesAtOnceInTheOrderThatWasSaidOrInAnother) {
   step(backwards, 13);
 }
 
+TEST_P(DeviceCache, BlocksThatMemoryKeepsAreNotReadAgain) {
+  if (GetParam().fake) GTEST_SKIP() << "reads nothing";
+  cache_memory_bytes_ = kCacheWorkBytes + 20 * data_.block_bytes();
+  create_and_open();
+  ASSERT_FALSE(HasFatalFailure());
+  const auto blocks_read = [&](uint64_t id, uint64_t blocks) {
+    const auto before = device_->store_traffic();
+    for (uint32_t layer = 0; layer < kLayers; ++layer) {
+      expect_attended(id, layer, 0, blocks * kTokens);
+    }
+    return device_->store_traffic().since(before).up(base::TrafficKind::kCache) /
+           data_.block_bytes();
+  };
+  for (const uint64_t id : {1, 2}) {
+    ASSERT_TRUE(open_sequence(id, 20 * kTokens).ok());
+    append_to_all(id, 0, id == 1 ? 12 * kTokens : 3 * kTokens);
+    ASSERT_TRUE(run(SaveCache{}).ok());
+  }
+  // The first has all: 12 blocks of one layer, the last 8 of the other.
+  EXPECT_EQ(blocks_read(1, 12), 4u);
+  EXPECT_EQ(blocks_read(2, 3), 6u);
+  append_to_all(1, 12, 2 * kTokens);
+  ASSERT_TRUE(run(SaveCache{}).ok());
+  EXPECT_EQ(blocks_read(1, 14), 2u + 6u) << "the first blocks give way to the last";
+  ASSERT_TRUE(run(CloseSequence{1}).ok());
+  append_to_all(2, 3, 5 * kTokens);
+  ASSERT_TRUE(run(SaveCache{}).ok());
+  EXPECT_EQ(blocks_read(2, 8), 6u);
+  EXPECT_EQ(blocks_read(2, 8), 0u) << "what was read right before those that are kept";
+  open_again();
+  ASSERT_FALSE(HasFatalFailure());
+  ASSERT_TRUE(open_sequence(2, 20 * kTokens).ok());
+  EXPECT_EQ(blocks_read(2, 8), 16u);
+  EXPECT_EQ(blocks_read(2, 8), 0u);
+}
+
 TEST_P(DeviceCache, QueriesOverOnePrefixShareItsReads) {
   constexpr uint64_t kPrefix = 1000;
   constexpr uint64_t kShared = 60;  // blocks; the device has memory for 40

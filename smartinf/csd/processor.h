@@ -17,6 +17,7 @@
 #include "smartinf/compress/message.h"
 #include "smartinf/csd/device.h"
 #include "smartinf/csd/plane_blocks.h"
+#include "smartinf/kernels/attention.h"
 #include "smartinf/kernels/update_rule.h"
 #include "smartinf/plan/parameter_space.h"
 
@@ -84,6 +85,29 @@ class SlotMemory {
   virtual std::span<std::byte> bytes() const = 0;
 };
 
+/// A query that is folded over blocks of a layer of a sequence.
+struct FoldFrom {
+  kernels::FoldQuery query;
+  uint64_t first_token = 0;  // of the sequence, that it sees
+};
+
+/// Consecutive whole blocks of a layer, and what is folded over them. The bits are those of
+/// kernels::fold_block, block by block.
+struct FoldJob {
+  std::span<const std::byte> blocks;  // aligned to 4096
+  uint64_t first_block = 0;           // in the sequence
+  uint64_t end_token = 0;             // of the sequence
+  std::span<const FoldFrom> queries;  // not empty
+};
+
+/// Folds where a processor computes. Threads: one at a time, beside the processor's jobs.
+class Folder {
+ public:
+  virtual ~Folder() = default;
+  /// Errors: the processor's; the states are then of no use.
+  virtual base::Status fold(const FoldJob& job) = 0;
+};
+
 /// Threads: start() and allocate() from the device's threads, one at a time.
 /// Bound: one job per slot.
 class Processor {
@@ -93,6 +117,11 @@ class Processor {
   /// Memory that this kind of processor can work on. Errors: kOutOfMemory.
   virtual base::Result<std::unique_ptr<SlotMemory>> allocate(uint64_t bytes) = 0;
   virtual void start(Job& job) = 0;
+  /// For queries of a shape. Null: the cores of this machine fold. Errors: the processor's;
+  /// kUnsupported, its bits differ.
+  virtual base::Result<std::unique_ptr<Folder>> make_folder(const kernels::AttentionShape&) {
+    return std::unique_ptr<Folder>();
+  }
   /// Threads of this machine that compute at a time, for DeviceInfo.
   virtual uint32_t threads() const = 0;
 };

@@ -77,6 +77,20 @@ typedef struct PlaneArguments {
   uint64_t results_at;     // index among the sums that come back
 } PlaneArguments;
 
+/// Arguments of a fold of queries over consecutive blocks of keys and values (kernels/attention.h).
+typedef struct FoldArguments {
+  uint64_t first_block;  // in the sequence
+  uint64_t blocks;
+  uint64_t block_bytes;
+  uint64_t end_token;  // of the sequence
+  uint64_t heads;      // of a query
+  uint64_t group;      // of them, for each head of keys
+  uint64_t head_width;
+  uint64_t format;  // kernels::CacheFormat
+  SI_F32 scale;
+  SI_F32 softcap;
+} FoldArguments;
+
 #if !defined(__OPENCL_C_VERSION__)
 }  // namespace csd
 }  // namespace smartinf

@@ -14,6 +14,7 @@
 
 #include "smartinf/base/units.h"
 #include "smartinf/csd/opencl/context.h"
+#include "smartinf/csd/opencl/folder.h"
 #include "smartinf/csd/opencl/job_run.h"
 #include "smartinf/csd/opencl/memory.h"
 #include "smartinf/csd/opencl/programs.h"
@@ -84,6 +85,7 @@ class Jobs {
     finish(*running, watched);
   }
 
+  const std::shared_ptr<Device>& device() const { return device_; }
   uint32_t threads() const { return device_->info.cpu ? device_->compute_units : 0; }
 
   /// Waits until no job is in flight, or the jobs have been given up. False: given up.
@@ -188,6 +190,9 @@ class OpenClProcessor final : public Processor {
     return jobs_->allocate(bytes);
   }
   void start(Job& job) override { jobs_->start(job); }
+  base::Result<std::unique_ptr<Folder>> make_folder(const kernels::AttentionShape& shape) override {
+    return opencl::make_folder(jobs_->device(), shape);
+  }
   uint32_t threads() const override { return jobs_->threads(); }
 
  private:

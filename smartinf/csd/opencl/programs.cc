@@ -193,6 +193,14 @@ base::Result<cl_kernel> Programs::update(const UpdateKind& kind) {
   return kept.get();
 }
 
+base::Result<Kernel> Programs::fold() const {
+  const std::string options;
+  SI_ASSIGN_OR_RETURN(const Program program, build(std::string(kCommonText) + kFoldText, options));
+  return device_.make<Kernel>("clCreateKernel", [&](cl_int* error) {
+    return clCreateKernel(program.get(), "fold", error);
+  });
+}
+
 base::Result<const PlaneKernels*> Programs::planes() {
   if (planes_ == nullptr) {
     const std::string options;

@@ -38,6 +38,8 @@ class Programs {
   /// compiler's log, or with what differs from the scalar truth; Device's.
   base::Result<cl_kernel> update(const UpdateKind& kind);
   base::Result<const PlaneKernels*> planes();
+  /// Not tested, and the caller's.
+  base::Result<Kernel> fold() const;
 
   /// The options that the compiler gets for every program. -w: some print their warnings on the
   /// terminal.

@@ -223,6 +223,7 @@ Status CacheAccess::open(const OpenCache& message) {
                                                       storage::kCacheDataOffset, store));
   if (message.afresh) SI_RETURN_IF_ERROR(storage::CacheFile::erase(place));
   shape_ = message.shape;
+  SI_ASSIGN_OR_RETURN(folder_, parts_.processor->make_folder(shape_));
   SI_ASSIGN_OR_RETURN(
       file_, storage::CacheFile::open(std::move(place), std::move(identity), options.cache_bytes,
                                       store.watchdog, traffic_));
@@ -230,9 +231,10 @@ Status CacheAccess::open(const OpenCache& message) {
     file_.reset();
     return taken;
   }
+  // One that waits for a processor is enough.
   workers_.emplace(
       "si-attend", [this](Attending* attending) { fold(attending); },
-      std::max(1u, options.threads));
+      folder_ != nullptr ? 1 : std::max(1u, options.threads));
   for (size_t i = 0; i < workers_->threads().size() && !options.cores.empty(); ++i) {
     pin_thread(workers_->threads()[i], options.cores[i % options.cores.size()]);
   }
@@ -728,6 +730,13 @@ void CacheAccess::fold_block(const Attending& attending, uint64_t block,
   }
 }
 
+Status CacheAccess::fold_by_processor(const Attending& attending, uint64_t first,
+                                      std::span<const std::byte> blocks) const {
+  std::vector<FoldFrom> queries;
+  for (const Asked& asked : attending.asked) queries.push_back({asked.query, asked.first_token});
+  return folder_->fold({blocks, first, attending.end * kBlockTokens, queries});
+}
+
 Status CacheAccess::fold_chunk(Attending& attending, std::unique_lock<std::mutex>& lock) {
   CacheScan& scan = *attending.scan;
   SI_RETURN_IF_ERROR(scan.status);
@@ -750,7 +759,13 @@ Status CacheAccess::fold_chunk(Attending& attending, std::unique_lock<std::mutex
       status = file_->damaged(*attending.sequence, attending.layer, block);
       break;
     }
+    if (folder_ != nullptr) continue;
     fold_block(attending, block, memory, block + 1 < end ? memory.data() + bytes : nullptr);
+  }
+  if (folder_ != nullptr && status.ok() && begin < end) {
+    const auto blocks = std::span<const std::byte>(chunk.memory)
+                            .subspan((begin - chunk.first) * bytes, (end - begin) * bytes);
+    status = fold_by_processor(attending, begin, blocks);
   }
   lock.lock();
   attending.next = std::max(end, begin);

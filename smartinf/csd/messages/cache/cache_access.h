@@ -121,6 +121,8 @@ class CacheAccess final : public BesideAccess {
   void fold(Attending* attending);
   void fold_block(const Attending& attending, uint64_t block, std::span<const std::byte> memory,
                   const std::byte* next_block) const;
+  base::Status fold_by_processor(const Attending& attending, uint64_t first,
+                                 std::span<const std::byte> blocks) const;
   base::Status fold_chunk(Attending& attending, std::unique_lock<std::mutex>& lock);
   void fold_pending(Attending& attending, std::unique_lock<std::mutex>& lock);
   bool can_fold(const Attending& attending) const;
@@ -146,7 +148,9 @@ class CacheAccess final : public BesideAccess {
   bool waits_for_quiet_ = false;   // the first of them needs a drive that does nothing
 
   kernels::AttentionShape shape_;
-  base::AlignedBuffer memory_;       // the drive's as well
+  std::unique_ptr<Folder>
+      folder_;                  // of what the drive has; null: workers_, which also fold the rest
+  base::AlignedBuffer memory_;  // the drive's as well
   base::AlignedBuffer kept_memory_;  // for kept_max_ more blocks; becomes resident as they come
   std::unique_ptr<storage::CacheFile> file_;
   std::unique_ptr<CacheScans> scans_;

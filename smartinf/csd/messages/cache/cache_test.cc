@@ -464,6 +464,28 @@ std::string kind_name(const testing::TestParamInfo<Kind>& kind) { return kind.pa
 
 INSTANTIATE_TEST_SUITE_P(Kinds, DeviceCache, testing::ValuesIn(cache_kinds(true)), kind_name);
 INSTANTIATE_TEST_SUITE_P(Kinds, DeviceCacheFile, testing::ValuesIn(cache_kinds(false)), kind_name);
+INSTANTIATE_TEST_SUITE_P(
+    OpenCl, DeviceCache,
+    testing::ValuesIn(opencl_kinds({"opencl", "opencl_copied_half_in_memory"})), kind_name);
+
+// Each shape is compared with the scalar truth when the cache is opened.
+class DeviceCacheShape : public DeviceCache {};
+TEST_P(DeviceCacheShape, IsFoldedByTheProcessor) {
+  cache_memory_bytes_ = uint64_t{4} << 20;
+  for (const kernels::CacheFormat format :
+       {kernels::CacheFormat::kBf16, kernels::CacheFormat::kF32, kernels::CacheFormat::kQ8}) {
+    for (const float softcap : {0.0f, 30.0f}) {
+      create();
+      ASSERT_FALSE(HasFatalFailure());
+      OpenCache message = open_message();
+      message.shape = {{3, 80, format}, 6, 0.125f, softcap};
+      const Status status = run(message);
+      EXPECT_TRUE(status.ok()) << status.to_string();
+    }
+  }
+}
+INSTANTIATE_TEST_SUITE_P(OpenCl, DeviceCacheShape, testing::ValuesIn(opencl_kinds({"opencl"})),
+                         kind_name);
 
 // ---- Faults.
 

@@ -242,7 +242,7 @@ INSTANTIATE_TEST_SUITE_P(Kinds, DeviceRows, testing::ValuesIn([] {
                            std::erase_if(all, [](const Kind& kind) { return kind.fake; });
                            return all;
                          }()),
-                         kind_name);
+                         [](const auto& param) { return param.param.name; });
 
 }  // namespace
 }  // namespace smartinf::csd

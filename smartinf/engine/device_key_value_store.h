@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "smartinf/base/status.h"
-#include "smartinf/csd/messages/cache/cache.h"
+#include "smartinf/csd/messages/cache/cache_memory.h"
 #include "smartinf/engine/device_source.h"
 #include "smartinf/engine/key_value_store.h"
 

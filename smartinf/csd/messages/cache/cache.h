@@ -21,10 +21,6 @@ namespace smartinf::csd {
 
 class DeviceSpace;  // device_space.h
 
-/// Of a device's memory for its cache (DeviceInfo::cache_memory_bytes), at most this much is for
-/// blocks on their way; the rest keeps blocks, which are then not read from the drive.
-inline constexpr uint64_t kCacheWorkBytes = uint64_t{64} << 20;
-
 /// The first message of the family. Takes up what the same job has saved on the device, so many
 /// sequences; with `afresh` nothing is taken up, and what is there is lost. Errors: kUnsupported,
 /// the device was opened without memory for it (DeviceInfo::cache_memory_bytes); kMismatch, another

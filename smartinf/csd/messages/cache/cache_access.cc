@@ -14,6 +14,7 @@
 #include "smartinf/base/units.h"
 #include "smartinf/csd/core_pinning.h"
 #include "smartinf/csd/linked_ring.h"
+#include "smartinf/csd/messages/cache/cache_memory.h"
 #include "smartinf/storage/leak_in_flight.h"
 
 namespace smartinf::csd {

@@ -5,6 +5,7 @@
 #include <thread>
 
 #include "smartinf/base/log.h"
+#include "smartinf/csd/messages/cache/cache_memory.h"
 #include "smartinf/storage/cache_file.h"
 #include "smartinf/storage/faulty_ring.h"
 

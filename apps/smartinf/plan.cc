@@ -29,7 +29,6 @@ using nlohmann::ordered_json;
 
 constexpr std::array kMethods{sim::Method::kBaseline, sim::Method::kSmart, sim::Method::kSmartOver,
                               sim::Method::kSmartComp};
-constexpr std::string_view kPlanMark = "@PLAN@";  // in the page, where the plan comes
 
 struct PlanFlags {
   SimFlags question;
@@ -188,11 +187,7 @@ std::string to_html(const sim::Plan& plan) {
     const auto times = sim::simulate_step(plan.model, changed, plan.best().options);
     if (times.ok()) all["by_devices"].push_back({{"devices", n}, {"total_s", times->total_s}});
   }
-  std::string json = all.dump(-1, ' ', true);
-  for (size_t at = 0; (at = json.find('<', at)) != std::string::npos;)
-    json.replace(at, 1, "\\u003c");
-  std::string page(plan_page());
-  return page.replace(page.find(kPlanMark), kPlanMark.size(), json);
+  return page_with(std::string(plan_page()), all);
 }
 
 void print_plan(const sim::Plan& plan) {

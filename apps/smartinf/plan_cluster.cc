@@ -19,8 +19,6 @@ namespace {
 
 using nlohmann::ordered_json;
 
-constexpr std::string_view kPlanMark = "@PLAN@";
-
 /// Of each box of an option the rank that takes most memory.
 std::vector<const sim::RankNeed*> fullest_of_boxes(const sim::ClusterOption& option) {
   std::vector<const sim::RankNeed*> fullest;
@@ -115,21 +113,17 @@ void print_plan(const sim::ClusterPlan& plan, const ClusterOutput& output) {
 }
 
 std::string to_html(const sim::ClusterPlan& plan) {
-  ordered_json all = to_json(plan);
+  ordered_json all = apps::to_json(plan);
   for (const sim::Span& span : plan.best.empty() ? std::vector<sim::Span>() : plan.best[0].spans) {
     all["spans"].push_back({span.lane, span.name, span.start_s, span.end_s});
   }
-  std::string json = all.dump(-1, ' ', true);
-  for (size_t at = 0; (at = json.find('<', at)) != std::string::npos;)
-    json.replace(at, 1, "\\u003c");
-  std::string page(cluster_page());
-  return page.replace(page.find(kPlanMark), kPlanMark.size(), json);
+  return page_with(std::string(cluster_page()), all);
 }
 
 /// Prints the plan and writes what is asked for. Returns an exit code.
 int show_cluster_plan(const sim::ClusterPlan& plan, const ClusterOutput& output) {
   if (output.json) {
-    fmt::print("{}\n", to_json(plan).dump(2));
+    fmt::print("{}\n", apps::to_json(plan).dump(2));
   } else {
     print_plan(plan, output);
   }
@@ -214,6 +208,14 @@ int run_cluster(const SimFlags& flags, uint32_t value_bytes, bool as_they_run,
   const auto plan = sim::plan_cluster(question->model, *question->cluster, request);
   if (!plan.ok()) return report(plan.status(), kExitUsage);
   return show_cluster_plan(*plan, output);
+}
+
+std::string page_with(std::string page, const ordered_json& plan) {
+  constexpr std::string_view kMark = "@PLAN@";
+  std::string json = plan.dump(-1, ' ', true);
+  for (size_t at = 0; (at = json.find('<', at)) != std::string::npos;)
+    json.replace(at, 1, "\\u003c");
+  return page.replace(page.find(kMark), kMark.size(), json);
 }
 
 }  // namespace smartinf::apps

@@ -26,4 +26,7 @@ int run_cluster(const SimFlags& flags, uint32_t value_bytes, bool as_they_run,
 
 nlohmann::ordered_json to_json(const sim::ClusterPlan& plan);
 
+/// A page with a plan where it has its place for one.
+std::string page_with(std::string page, const nlohmann::ordered_json& plan);
+
 }  // namespace smartinf::apps

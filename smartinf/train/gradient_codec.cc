@@ -18,14 +18,14 @@ using torch::Tensor;
 namespace {
 
 /// Values that share a scale.
-constexpr int64_t kBlock = 128;
+constexpr int64_t kCodedBlock = 128;
 
 struct Shape {
   int64_t rows = 1;
   int64_t width = 1;
 
   int64_t values() const { return rows * width; }
-  int64_t blocks() const { return (values() + kBlock - 1) / kBlock; }
+  int64_t blocks() const { return (values() + kCodedBlock - 1) / kCodedBlock; }
 };
 
 Shape shape_of(std::span<const int64_t> sizes) {
@@ -92,16 +92,16 @@ Tensor decompressed(const StageCompression& options, const Tensor& bytes, const 
   } else {
     values = values.view(torch::kInt8);
   }
-  const Tensor all = values.view({shape.blocks(), kBlock}).to(torch::kFloat32).mul_(scales_B);
+  const Tensor all = values.view({shape.blocks(), kCodedBlock}).to(torch::kFloat32).mul_(scales_B);
   return all.view({-1}).narrow(0, 0, shape.values()).view({shape.rows, shape.width});
 }
 
 Tensor integers(const StageCompression& options, const Tensor& gradient, const Shape& shape) {
   const int bits = bits_of(options);
   const double most = bits == 8 ? 127 : 7;
-  Tensor values = torch::zeros({shape.blocks() * kBlock}, torch::kFloat32);
+  Tensor values = torch::zeros({shape.blocks() * kCodedBlock}, torch::kFloat32);
   values.narrow(0, 0, shape.values()).copy_(gradient.view({-1}));
-  values = values.view({shape.blocks(), kBlock});
+  values = values.view({shape.blocks(), kCodedBlock});
   const Tensor scales_B = values.abs().amax(1, /*keepdim=*/true).div_(most);
   values = values.div_(scales_B.where(scales_B > 0, torch::ones_like(scales_B))).round_();
   values = values.clamp_(-most, most).to(torch::kInt8).view({-1});
@@ -128,7 +128,7 @@ uint64_t compressed_bytes(const StageCompression& options, std::span<const int64
   if (options.form == GradientForm::kLowRank) {
     return static_cast<uint64_t>(2 * rank_of(options, shape) * (shape.rows + shape.width));
   }
-  return static_cast<uint64_t>(shape.blocks() * (4 + kBlock * bits_of(options) / 8));
+  return static_cast<uint64_t>(shape.blocks() * (4 + kCodedBlock * bits_of(options) / 8));
 }
 
 Tensor decompress(const StageCompression& options, const Tensor& bytes,

@@ -75,9 +75,10 @@ Status check_job(const DistillJob& job) {
     return unsupported("lora.rank is set, but blocks are trained whole", "Leave it out");
   }
   if (job.options.embedding != EmbeddingRule::kNone || job.options.ranks.pipeline > 1) {
-    return unsupported("table.embedding or ranks.pipeline is set, but only layers are trained, and "
-                       "ranks divide them as they are",
-                       "Leave them out");
+    return unsupported(
+        "table.embedding or ranks.pipeline is set, but only layers are trained, and "
+        "ranks divide them as they are",
+        "Leave them out");
   }
   if (train.epochs > 0) {
     return unsupported("train.epochs is set, but the length is in steps of each block",

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """Features of vertices that are larger than memory: batches of random rows by smartinf.graph.FeatureStore beside numpy.memmap, whose
-pages the kernel brings. Both run in a cgroup with the same limit of memory, page cache included, which needs root; the
+pages the kernel brings, with pages around them or, told that reads are at random (madvise), alone. All run in a cgroup with the same limit of memory, page cache included, which needs root; the
 page cache is dropped before each. Prints a JSON line for each: the median of a batch's seconds, and the bytes that a batch
 reads from the drive.
 
@@ -8,6 +8,7 @@ reads from the drive.
 """
 import argparse
 import json
+import mmap
 import pathlib
 import shutil
 import statistics
@@ -26,8 +27,10 @@ def bytes_read():
 
 
 def worker(way, options, folder):
-    if way == "memmap":
+    if way.startswith("memmap"):
         values = numpy.load(folder / "x.npy", mmap_mode="r")
+        if way == "memmap-random":
+            values._mmap.madvise(mmap.MADV_RANDOM)
         get = values.__getitem__
     else:
         import torch
@@ -74,7 +77,7 @@ def main():
     parser.add_argument("--batches", type=int, default=5)
     parser.add_argument("--memory", default="128MiB", help="of smartinf")
     parser.add_argument("--limit", type=int, default=1 << 30, help="bytes of memory of a process, page cache included")
-    parser.add_argument("--way", choices=["memmap", "smartinf"], help="one of them, on what is there")
+    parser.add_argument("--way", choices=["memmap", "memmap-random", "smartinf"], help="one of them, on what is there")
     options = parser.parse_args()
     folder = options.drive / "features_bench"
     if options.way:
@@ -82,7 +85,7 @@ def main():
     folder.mkdir(parents=True)
     try:
         make(options, folder)
-        for way in ("memmap", "smartinf"):
+        for way in ("memmap", "memmap-random", "smartinf"):
             drop_page_cache()
             with memory_group(options.limit) as prefix:
                 command = [*prefix, sys.executable, __file__, *sys.argv[1:], "--way", way]

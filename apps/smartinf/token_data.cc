@@ -108,7 +108,13 @@ Status make_token_data(config::Recipe& recipe, bool start_over, bool quiet,
   train::DataOptions& data = recipe.options.data;
   if (recipe.options.model.from.empty()) return Status();
   // Also where no tokens are made: a folder that is refused is refused before anything is written.
-  SI_ASSIGN_OR_RETURN(const train::ModelSource source, train::find_model(recipe.options));
+  Result<train::ModelSource> found = train::find_model(recipe.options);
+  if (!found.ok()) {
+    Status refused = std::move(found).status();
+    return recipe.distill.teacher.empty() ? refused
+                                          : std::move(refused).with_context("teacher.from");
+  }
+  const train::ModelSource source = std::move(*found);
   // Text beside data.tokenizer is refused: a tokenizer.json has no chat template.
   if (!data.tokenizer.empty()) return Status();
   const train::TextForm form = train::text_form(recipe.options, source);

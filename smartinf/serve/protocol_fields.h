@@ -5,21 +5,7 @@
 #include "smartinf/csd/describe.h"
 #include "smartinf/serve/frame.h"
 #include "smartinf/serve/protocol.h"
-
-namespace smartinf::storage {
-
-template <typename Wire>
-void describe(Wire& wire, RowTableLayout& table) {
-  auto& [name, kind, record_bytes, rows] = table;
-  wire(name, base::choice(kind, RowTableKind::kScratch), record_bytes, rows);
-}
-template <typename Wire>
-void describe(Wire& wire, RowFileLayout& layout) {
-  auto& [run, device_index, device_count, log_bytes, tables, description] = layout;
-  wire(run, device_index, device_count, log_bytes, tables, description);
-}
-
-}  // namespace smartinf::storage
+#include "smartinf/storage/row_layout_fields.h"
 
 namespace smartinf::serve::wire {
 

@@ -7,6 +7,7 @@
 
 #include "smartinf/base/codec.h"
 #include "smartinf/base/row_pages.h"
+#include "smartinf/storage/row_layout_fields.h"
 
 namespace smartinf::storage {
 namespace {
@@ -27,16 +28,6 @@ template <typename Wire>
 void describe(Wire& wire, RowHeader& header) {
   auto& [version, file, sequence, layout_bytes, layout_sum, tail, place, sum, from] = header;
   wire(version, file.bytes, sequence, layout_bytes, layout_sum, tail, place, sum, from);
-}
-template <typename Wire>
-void describe(Wire& wire, RowTableLayout& table) {
-  auto& [name, kind, record_bytes, rows] = table;
-  wire(name, base::choice(kind, RowTableKind::kScratch), record_bytes, rows);
-}
-template <typename Wire>
-void describe(Wire& wire, RowFileLayout& layout) {
-  auto& [run, device_index, device_count, log_bytes, tables, description] = layout;
-  wire(run.bytes, device_index, device_count, log_bytes, tables, description);
 }
 
 void encode(const RowHeader& header, std::span<std::byte> out) {

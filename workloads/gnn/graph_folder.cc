@@ -32,7 +32,13 @@ Status misfit(const std::string& what, uint64_t there, uint64_t wanted) {
 }
 
 Result<Csr> load_csr(const std::string& folder) {
-  SI_ASSIGN_OR_RETURN(const NpyFile first, NpyFile::open(in(folder, kFirstFile)));
+  Result<NpyFile> opened = NpyFile::open(in(folder, kFirstFile));
+  if (opened.status().code() == ErrorCode::kNotFound) {
+    return Status(ErrorCode::kNotFound, "there is no graph in " + folder,
+                  "Make one with smartinf-gnn import.");
+  }
+  SI_RETURN_IF_ERROR(opened.status());
+  const NpyFile first = std::move(*opened);
   SI_ASSIGN_OR_RETURN(const NpyFile neighbours, NpyFile::open(in(folder, kNeighboursFile)));
   SI_ASSIGN_OR_RETURN(auto firsts, first.read_all<uint64_t>());
   SI_ASSIGN_OR_RETURN(auto all, neighbours.read_all<Vertex>());

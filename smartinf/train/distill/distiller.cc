@@ -57,6 +57,13 @@ Status cannot_distill(ErrorCode code, std::string what, std::string advice) {
   return Status(code, std::move(what), std::move(advice));
 }
 
+/// An error names the key that the model comes from.
+template <typename T>
+Result<T> of_key(const char* key, Result<T> opened) {
+  if (opened.ok()) return opened;
+  return std::move(opened).status().with_context(key);
+}
+
 Status check_job(const DistillJob& job) {
   SI_RETURN_IF_ERROR(validate(job.options));
   SI_RETURN_IF_ERROR(validate(job.distill));
@@ -171,7 +178,7 @@ Status Distillation::prepare() {
   type_ = precision_data_type(train().precision);
   SI_ASSIGN_OR_RETURN(Corpus corpus, Corpus::open(job_.options.data));
   corpus_.emplace(std::move(corpus));
-  SI_ASSIGN_OR_RETURN(source_, find_model(job_.options));
+  SI_ASSIGN_OR_RETURN(source_, of_key("teacher.from", find_model(job_.options)));
   if (source_.architecture.vocabulary < corpus_->vocabulary()) {
     return cannot_distill(ErrorCode::kInvalidArgument,
                           fmt::format("the teacher knows {} tokens, and the text has {}",
@@ -188,9 +195,10 @@ Status Distillation::prepare() {
   if (job_.ranks.first()) folder = RunFolder::open(train().run);
   SI_RETURN_IF_ERROR(folder.status());
   folder_.emplace(std::move(*folder));
-  SI_ASSIGN_OR_RETURN(LayeredModel teacher,
-                      LayeredModel::open(job_.options.model.from, source_.architecture, type_,
-                                         device_, job_.options.data.sequence));
+  SI_ASSIGN_OR_RETURN(
+      LayeredModel teacher,
+      of_key("teacher.from", LayeredModel::open(job_.options.model.from, source_.architecture,
+                                                type_, device_, job_.options.data.sequence)));
   teacher_.emplace(std::move(teacher));
   return Status();
 }
@@ -216,12 +224,14 @@ Status Distillation::make_student() {
       SI_RETURN_IF_ERROR(write_pruned_folder(*teacher_, pruned, kept, std::move(texts), folder));
     }
   }
-  SI_ASSIGN_OR_RETURN(student_source_, read_model_folder(folder, job_.options.model.ignored_keys,
-                                                         "--model.ignored_keys"));
+  const char* const key = job_.distill.student.empty() ? "student.prune" : "student.from";
+  SI_ASSIGN_OR_RETURN(student_source_,
+                      of_key(key, read_model_folder(folder, job_.options.model.ignored_keys,
+                                                    "--model.ignored_keys")));
   SI_RETURN_IF_ERROR(check_student());
   SI_ASSIGN_OR_RETURN(LayeredModel student,
-                      LayeredModel::open(folder, student_source_.architecture, type_, device_,
-                                         job_.options.data.sequence));
+                      of_key(key, LayeredModel::open(folder, student_source_.architecture, type_,
+                                                     device_, job_.options.data.sequence)));
   student_.emplace(std::move(student));
   if (!job_.distill.student.empty()) {
     SI_ASSIGN_OR_RETURN(const uint64_t digest, student_->files().digest());

@@ -10,6 +10,7 @@ import sys
 import tempfile
 
 COLORS = {"F": "#a1d99b", "B": "#9ecae1", "u": "#fdae6b", "g": "#fdd0a2", "message": "#bcbddc"}
+NAMES = {"F": "forward of a micro batch", "B": "backward", "u": "update", "g": "gradients", "message": "message"}
 LEFT, WIDTH, ROW = 190, 900, 24
 CLUSTER = "".join(f"[[box]]\nname = '{name}'\nmachine = 'workstation-gen4'\nranks = 1\n" for name in ("left", "right"))
 CLUSTER += "[links]\nrate = '1 Gbit/s'\nlatency_s = 1e-4\nspread = 0.02\n"
@@ -30,7 +31,8 @@ def drawn(spans):
     lanes = sorted({lane for lane, *_ in spans}, key=lambda lane: (not lane.startswith("stage"), lane))
     end = max(span[3] for span in spans)
     x = lambda time: LEFT + WIDTH * time / end
-    parts = [f'<text x="0" y="{i * ROW + 16}">{lane}</text>' for i, lane in enumerate(lanes)]
+    parts = ['<rect width="100%" height="100%" fill="#fff"/>']
+    parts += [f'<text x="0" y="{i * ROW + 16}">{lane}</text>' for i, lane in enumerate(lanes)]
     for lane, name, begin_s, end_s in spans:
         y, wide = lanes.index(lane) * ROW + 2, x(end_s) - x(begin_s)
         color = COLORS[name[0] if lane.startswith("stage") else "message"]
@@ -41,6 +43,9 @@ def drawn(spans):
     high = len(lanes) * ROW
     parts += [f'<text x="{LEFT}" y="{high + 14}">0</text>',
               f'<text x="{LEFT + WIDTH}" y="{high + 14}" text-anchor="end">{end:.3g} s</text>']
+    for i, (key, color) in enumerate(COLORS.items()):
+        parts.append(f'<rect x="{LEFT + 40 + i * 160}" y="{high + 5}" width="11" height="11" fill="{color}"/>'
+                     f'<text x="{LEFT + 55 + i * 160}" y="{high + 14}">{NAMES[key]}</text>')
     return (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {LEFT + WIDTH + 5} {high + 20}" '
             f'font-family="sans-serif" font-size="11">{"".join(parts)}</svg>\n')
 

@@ -76,7 +76,8 @@ if [ -z "${SMARTINF_TEST_FOLDER:-}" ] && [ -w /dev/shm ] &&
 fi
 say "Running the tests"
 status=0
-ctest --test-dir build/all -j "$(nproc)" --output-on-failure --no-tests=error \
+# One more at a time than there are cores: tests of ranks and of servers wait more than they compute.
+ctest --test-dir build/all -j "$(($(nproc) + 1))" --output-on-failure --no-tests=error \
   --output-junit "$PWD/build/all/tests.xml" "${ctest_options[@]}" || status=$?
 python=$(sed -n 's/^SMARTINF_PYTHON:[A-Z]*=//p' build/release/CMakeCache.txt)
 python3 scripts/skipped.py build/all/tests.xml "${python:-python3}" "${setup_options[@]}" || status=1

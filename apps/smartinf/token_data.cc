@@ -23,6 +23,7 @@ namespace {
 
 namespace fs = std::filesystem;
 using base::ErrorCode;
+using base::Result;
 using base::Status;
 
 /// In front of the line that says why the script fails.

@@ -31,6 +31,11 @@ PyCheckpoint::PyCheckpoint(const std::string& path) {
           "Use another checkpoint.", base::ErrorPlace{each.path, {}, {}, 0}));
     }
   }
+  std::vector<csd::Snapshot*> devices;
+  for (const auto& part : parts_) {
+    for (const auto& device : part->run.devices) devices.push_back(device.get());
+  }
+  tables_ = take(engine::StoredTables::open(devices));
 }
 
 std::string PyCheckpoint::rule() const {
@@ -88,15 +93,6 @@ void PyCheckpoint::read(size_t part, size_t plane, uint64_t first, uint64_t coun
   }
   python::check(
       parts_[part]->reader.read(plane, first, {reinterpret_cast<float*>(address), count}));
-}
-
-engine::StoredTables* PyCheckpoint::tables() const {
-  for (const auto& part : parts_) {
-    if (part->run.tables == nullptr || parts_.size() == 1) continue;
-    throw StatusError(base::Status(base::ErrorCode::kUnsupported,
-                                   "a checkpoint of several ranks that has tables is not loaded"));
-  }
-  return parts_.front()->run.tables.get();
 }
 
 void PyCheckpoint::check() {

@@ -26,8 +26,8 @@ class PyCheckpoint {
   nanobind::list parts() const;
   void read(size_t part, size_t plane, uint64_t first, uint64_t count, uintptr_t address);
   void check();
-  /// Null: it has none. Errors: kUnsupported, those of several ranks.
-  engine::StoredTables* tables() const;
+  /// Of all ranks. Null: it has none.
+  engine::StoredTables* tables() const { return tables_.get(); }
 
  private:
   struct Part {
@@ -36,6 +36,7 @@ class PyCheckpoint {
   };
   engine::Checkpoint description_;
   std::vector<std::unique_ptr<Part>> parts_;
+  std::unique_ptr<engine::StoredTables> tables_;  // of the parts' devices
 };
 
 }  // namespace smartinf::python

@@ -235,7 +235,6 @@ class StorageOptimizer(torch.optim.Optimizer):
         """As in torch. After the optimizer was made the devices are laid out anew: state that is
         there already is kept, by way of a checkpoint beside the first device of this machine. After a crash in between
         that checkpoint is still there, and opening the devices says how to bring it back."""
-        self._reject_shared_tables("add_param_group()")
         if self._session is not None and self._session.stream is not None:
             raise UsageError(
                 "add_param_group() of a streamed model's optimizer is not possible: close() it and make one with all groups "
@@ -257,10 +256,6 @@ class StorageOptimizer(torch.optim.Optimizer):
             if self._session.core is not None:
                 self.param_groups.pop()
             raise
-
-    def _reject_shared_tables(self, call):
-        if self._session is not None and self._session.tables is not None and self._session.ranks.world > 1:
-            raise UsageError(f"{call} of tables that several ranks share is not possible yet (docs/rows.md): use one process")
 
     def _reject_tables(self, call):
         if self._session.tables is not None:
@@ -472,7 +467,6 @@ class StorageOptimizer(torch.optim.Optimizer):
         and loaded by any number of ranks over any devices; `smartinf restore`, fsck and reshard take it, or
         with several ranks each of its parts. One that holds a checkpoint is refused unless `replace` is
         true; the old one is then there until the new one is whole."""
-        self._reject_shared_tables("save_checkpoint()")
         self._session.reject_signal_handler("save_checkpoint()")
         with self._options.ranks.at("save_checkpoint()"):
             self._session.ready()
@@ -487,7 +481,6 @@ class StorageOptimizer(torch.optim.Optimizer):
         or when a small state dict was loaded that belongs to another checkpoint; CorruptError for a
         damaged block. State is then unchanged."""
         self._session.opened()
-        self._reject_shared_tables("load_checkpoint()")
         self._session.reject_signal_handler("load_checkpoint()")
         self._session.reject_step_in_progress("load_checkpoint")
         with self._options.ranks.at("load_checkpoint()"):

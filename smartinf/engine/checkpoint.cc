@@ -123,7 +123,8 @@ Status copy_devices(StoredRun& run, const fs::path& partial, const CheckpointOpt
   copy.durability = storage::Durability::kNone;
   copy.keep_run = true;
   copy.keep_places = std::any_of(run.devices.begin(), run.devices.end(),
-                                 [](const auto& device) { return device->elsewhere(); });
+                                 [](const auto& device) { return device->elsewhere(); }) ||
+                     (run.tables != nullptr && !run.tables->whole());
   copy.names = run.description.devices;
   copy.progress = options.progress;
   SI_ASSIGN_OR_RETURN(const ReshardSummary copied,

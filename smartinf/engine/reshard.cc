@@ -239,16 +239,25 @@ class Resharder {
     return plan::row_pattern(elements);
   }
 
+  /// Index, devices and log of a target's rows. A checkpoint keeps them, and takes no space for the
+  /// log.
+  storage::RowFileLayout row_layout(uint32_t device) const {
+    if (options_.keep_places) return from_.devices[device]->tables().value()->layout();
+    storage::RowFileLayout layout;
+    layout.device_index = device;
+    layout.device_count = static_cast<uint32_t>(targets_.size());
+    const uint64_t log_bytes = from_.tables->log_bytes();
+    layout.log_bytes =
+        std::max(log_bytes / layout.device_count, std::min(kSharedLogBytesMin, log_bytes));
+    return layout;
+  }
+
   Status create_tables(const storage::RunId& run, uint32_t device) {
     const csd::RunTables tables{from_.tables->tables().tables, chunks()};
-    const auto count = static_cast<uint32_t>(targets_.size());
-    // A checkpoint keeps the size of the log, and takes no space for it.
-    const uint64_t log_bytes =
-        options_.keep_places ? from_.devices[device]->tables().value()->layout().log_bytes
-                             : std::max(from_.tables->log_bytes() / count,
-                                        std::min(kSharedLogBytesMin, from_.tables->log_bytes()));
-    tables_.resize(count);
-    SI_ASSIGN_OR_RETURN(tables_[device], csd::device_tables(tables, run, device, count, log_bytes));
+    const storage::RowFileLayout layout = row_layout(device);
+    tables_.resize(targets_.size());
+    SI_ASSIGN_OR_RETURN(tables_[device], csd::device_tables(tables, run, layout.device_index,
+                                                            layout.device_count, layout.log_bytes));
     bytes_total_ += device_bytes(tables_[device]);
     return made_[device]
         ->create_tables(tables_[device].layout, options_.durability == storage::Durability::kNone)

@@ -76,6 +76,7 @@ Result<std::unique_ptr<RowTables>> RowTables::open(const UpdaterOptions& options
   made->gradient_type_ = options.gradient_type;
   std::vector<double> shares = shares_of(set);
   SI_ASSIGN_OR_RETURN(made->ranks_, RowRanks::make(options, set, call_of(options), shares));
+  if (made->ranks_ != nullptr) made->gradients_ = made->ranks_->make_parcels();
   const auto devices = made->device_count_ = static_cast<uint32_t>(shares.size());
   const std::vector<uint8_t> pattern = plan::row_pattern(shares);
   csd::OpenTables message;
@@ -236,14 +237,20 @@ Status RowTables::add_gradient(size_t number, std::span<const int64_t> ids, base
     add_rows(table, ids, type, gradient);
     return Status();
   }
+  pack(number, ids, type, gradient, gradients_);
+  return Status();
+}
+
+void RowTables::pack(size_t number, std::span<const int64_t> ids, base::DataType type,
+                     const void* values, RowRanks::Parcels& parcels) const {
+  const Table& table = tables_[number];
   const size_t row_in = table.options.dim * base::data_type_bytes(type);
-  const std::span all(static_cast<const std::byte*>(gradient), ids.size() * row_in);
+  const std::span all(static_cast<const std::byte*>(values), ids.size() * row_in);
   for (size_t i = 0; i < ids.size(); ++i) {
     const auto row = static_cast<uint64_t>(ids[i]);
-    ranks_->add_gradient(static_cast<uint32_t>(number), table.placement.device_of(row), row, type,
-                         all.subspan(i * row_in, row_in));
+    ranks_->add_row(static_cast<uint32_t>(number), table.placement.device_of(row), row, type,
+                    all.subspan(i * row_in, row_in), parcels);
   }
-  return Status();
 }
 
 void RowTables::add_rows(Table& table, std::span<const int64_t> ids, base::DataType type,
@@ -264,15 +271,15 @@ void RowTables::add_rows(Table& table, std::span<const int64_t> ids, base::DataT
 }
 
 Status RowTables::share_gradients(const Status& mine) {
-  return ranks_->share_gradients(mine,
-                                 [&](uint32_t number, std::span<const int64_t> rows,
-                                     base::DataType type, const std::byte* gradient) -> Status {
-                                   if (number >= tables_.size())
-                                     return Status(ErrorCode::kCorrupt, "a gradient of no table");
-                                   SI_RETURN_IF_ERROR(check_ids(tables_[number], rows));
-                                   add_rows(tables_[number], rows, type, gradient);
-                                   return Status();
-                                 });
+  return ranks_->share("gradients of tables", mine, gradients_,
+                       [&](uint32_t number, std::span<const int64_t> rows, base::DataType type,
+                           const std::byte* gradient) -> Status {
+                         if (number >= tables_.size())
+                           return Status(ErrorCode::kCorrupt, "a gradient of no table");
+                         SI_RETURN_IF_ERROR(check_ids(tables_[number], rows));
+                         add_rows(tables_[number], rows, type, gradient);
+                         return Status();
+                       });
 }
 
 Result<RowTables::Found> RowTables::finish_gradients(const Status& mine) {
@@ -370,7 +377,7 @@ void RowTables::forget() {
     for (auto& rows : table.sent_rows) rows.clear();
     for (auto& gradients : table.sent_gradients) gradients.clear();
   }
-  if (ranks_ != nullptr) ranks_->forget();
+  if (ranks_ != nullptr) gradients_ = ranks_->make_parcels();
 }
 
 // ---- Whole tables, and scratch.
@@ -428,13 +435,26 @@ Status RowTables::put(size_t table, std::span<const int64_t> ids, std::span<cons
   return ranks_->all_ok(call, send_values<csd::PutRows>(table, ids, same, false));
 }
 
-Status RowTables::scatter_add(size_t table, std::span<const int64_t> ids,
+Status RowTables::scatter_add(size_t number, std::span<const int64_t> ids,
                               std::span<const float> values) {
-  if (ranks_ != nullptr) {
-    return Status(ErrorCode::kUnsupported, "adding to rows of scratch tables from several ranks",
-                  "Use one process.");
-  }
-  return send_values<csd::ScatterAddRows>(table, ids, values, true);
+  if (ranks_ == nullptr) return send_values<csd::ScatterAddRows>(number, ids, values, true);
+  const Table& table = tables_[number];
+  const std::string call = fmt::format("values added to rows of {}", table.options.name);
+  const Status checked = check_ids(table, ids);
+  RowRanks::Parcels parcels = ranks_->make_parcels();
+  if (checked.ok()) pack(number, ids, base::DataType::kF32, values.data(), parcels);
+  std::vector<int64_t> rows;
+  std::vector<float> of_rows;
+  SI_RETURN_IF_ERROR(ranks_->share(
+      call, checked, parcels,
+      [&](uint32_t, std::span<const int64_t> some, base::DataType, const std::byte* of_some) {
+        rows.insert(rows.end(), some.begin(), some.end());
+        of_rows.resize(rows.size() * table.options.dim);
+        const size_t bytes = some.size() * table.options.dim * sizeof(float);
+        std::memcpy(of_rows.data() + of_rows.size() - bytes / sizeof(float), of_some, bytes);
+        return Status();
+      }));
+  return ranks_->all_ok(call, send_values<csd::ScatterAddRows>(number, rows, of_rows, true));
 }
 
 Status RowTables::read_records(
@@ -490,10 +510,6 @@ Status RowTables::read_records(
 // ---- Rows of a checkpoint.
 
 Status RowTables::load_next(StoredTables& from) {
-  if (ranks_ != nullptr) {
-    return Status(ErrorCode::kUnsupported, "a checkpoint's tables in a run of several ranks",
-                  "Load it with one process.");
-  }
   const csd::RunTables ours{opening_.tables, from.tables().chunks};
   if (csd::to_json(ours) != csd::to_json(from.tables())) {
     return Status(ErrorCode::kMismatch,
@@ -514,43 +530,49 @@ std::function<Status()> RowTables::take_load() {
 Status RowTables::load(StoredTables& from) {
   csd::OpenTables message = opening_;
   message.create = true;
-  for (uint32_t d = 0; d < set_.devices.size(); ++d) {
+  for (uint32_t d = 0; d < device_count_; ++d) {
     message.device_index = d;
-    replies_.submit(*set_.devices[d], message);
+    if (csd::Device* const device = here(d)) replies_.submit(*device, message);
   }
   SI_RETURN_IF_ERROR(wait_for_all());
   for (size_t t = 0; t < tables_.size(); ++t) {
-    if (tables_[t].options.kind == RowTableKind::kScratch) continue;
-    SI_RETURN_IF_ERROR(from.read(t, 0, tables_[t].options.rows, /*initial=*/false,
-                                 [&](uint64_t row, std::span<const std::byte> records) {
-                                   return put_records(t, row, records);
-                                 }));
+    if (tables_[t].options.kind != RowTableKind::kScratch) SI_RETURN_IF_ERROR(load(from, t));
   }
   return Status();
 }
 
-Status RowTables::put_records(size_t number, uint64_t first, std::span<const std::byte> records) {
+/// Rows of the devices here, as many at a time as a message has at most.
+Status RowTables::load(StoredTables& from, size_t number) {
   const Table& table = tables_[number];
   const uint64_t bytes = shape_of(table.options).record_bytes();
-  for (uint64_t at = 0; at < records.size() / bytes; at += csd::kRowsOfMessageMax) {
-    const uint64_t end = std::min(at + csd::kRowsOfMessageMax, records.size() / bytes);
-    std::vector<std::vector<uint32_t>> rows(set_.devices.size());
-    std::vector<std::vector<std::byte>> values(set_.devices.size());
-    for (uint64_t i = at; i < end; ++i) {
-      const uint32_t d = table.placement.device_of(first + i);
-      rows[d].push_back(table.placement.local_row(first + i));
-      const auto record = records.subspan(i * bytes, bytes);
-      values[d].insert(values[d].end(), record.begin(), record.end());
-    }
+  std::vector<std::vector<uint32_t>> rows(device_count_);
+  std::vector<std::vector<std::byte>> records(device_count_);
+  const auto send = [&](size_t least) {
     for (size_t d = 0; d < rows.size(); ++d) {
-      if (rows[d].empty()) continue;
-      replies_.submit(*set_.devices[d],
-                      csd::PutRows{static_cast<uint32_t>(number), /*records=*/true,
-                                   csd::row_bytes(rows[d]), values[d]});
+      if (rows[d].size() < least) continue;
+      replies_.submit(*here(d), csd::PutRows{static_cast<uint32_t>(number), /*records=*/true,
+                                             csd::row_bytes(rows[d]), records[d]});
+      if (Status sent = wait_for_all(); !sent.ok()) return sent;
+      rows[d].clear();
+      records[d].clear();
     }
-    SI_RETURN_IF_ERROR(wait_for_all());
-  }
-  return Status();
+    return Status();
+  };
+  const auto take = [&](uint64_t first, std::span<const std::byte> some) {
+    for (uint64_t row = first; !some.empty(); ++row, some = some.subspan(bytes)) {
+      const uint32_t d = table.placement.device_of(row);
+      rows[d].push_back(table.placement.local_row(row));
+      records[d].insert(records[d].end(), some.begin(),
+                        some.begin() + static_cast<ptrdiff_t>(bytes));
+      if (rows[d].size() < csd::kRowsOfMessageMax) continue;
+      if (Status sent = send(csd::kRowsOfMessageMax); !sent.ok()) return sent;
+    }
+    return Status();
+  };
+  SI_RETURN_IF_ERROR(
+      from.read(number, 0, table.options.rows, /*initial=*/false, take,
+                [&](uint64_t row) { return here(table.placement.device_of(row)) != nullptr; }));
+  return send(1);
 }
 
 }  // namespace smartinf::engine

@@ -59,7 +59,7 @@ class RowTables {
   /// Weights of distinct rows, before Updater::initialize(); of a scratch table at any time. Of
   /// several ranks, which give the same ids, rank 0's values count.
   base::Status put(size_t table, std::span<const int64_t> ids, std::span<const float> values);
-  /// Adds to rows of a scratch table, in f32 and in the order of ids. Not with several ranks.
+  /// Adds to rows of a scratch table, in f32 and in the order of ids; those of rank 0 come first.
   base::Status scatter_add(size_t table, std::span<const int64_t> ids,
                            std::span<const float> values);
   /// Records of rows [first, first + count) in order, some at a time: weights and planes as
@@ -69,8 +69,8 @@ class RowTables {
       const std::function<base::Status(uint64_t row, std::span<const std::byte> records)>& visit);
 
   /// The next Updater::edit_state() gives all tables the rows of `from`, in its own step; `from`
-  /// lives until then. Devices need room for the rows twice. Errors: kMismatch for other tables,
-  /// both are named.
+  /// lives until then. Each of several ranks reads the rows of its own devices. Devices need room
+  /// for the rows twice. Errors: kMismatch for other tables, both are named.
   base::Status load_next(StoredTables& from);
 
   /// Rows of this process' devices that have a gradient in this step; those of other ranks after
@@ -119,6 +119,9 @@ class RowTables {
   void add_rows(Table& table, std::span<const int64_t> rows, base::DataType type,
                 const void* gradient);
   base::Status share_gradients(const base::Status& mine);
+  /// Adds rows with values to what goes to the ranks that have their devices.
+  void pack(size_t table, std::span<const int64_t> ids, base::DataType type, const void* values,
+            RowRanks::Parcels& parcels) const;
 
   base::Status check_ids(const Table& table, std::span<const int64_t> ids) const;
   template <typename Message>
@@ -126,7 +129,7 @@ class RowTables {
                            std::span<const float> values, bool add);
   base::Status wait_for_all();
   base::Status load(StoredTables& from);
-  base::Status put_records(size_t table, uint64_t first, std::span<const std::byte> records);
+  base::Status load(StoredTables& from, size_t table);
 
   const DeviceSet& set_;
   std::unique_ptr<RowRanks> ranks_;  // null: one process
@@ -137,6 +140,7 @@ class RowTables {
   std::vector<Table> tables_;
   base::DataType gradient_type_ = base::DataType::kBf16;
   std::vector<std::vector<uint32_t>> prefetched_;  // rows of hints that were not answered
+  RowRanks::Parcels gradients_;                    // of this step, for each rank
 };
 
 }  // namespace smartinf::engine

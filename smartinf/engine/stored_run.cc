@@ -78,7 +78,9 @@ Result<StoredRun> join_snapshots(std::vector<std::unique_ptr<csd::Snapshot>> dev
   }
   run.client_metadata =
       storage::split_row_commit(run.devices.front()->client_metadata()).client_metadata;
-  SI_ASSIGN_OR_RETURN(run.tables, StoredTables::open(run.devices));
+  std::vector<csd::Snapshot*> snapshots;
+  for (const auto& device : run.devices) snapshots.push_back(device.get());
+  SI_ASSIGN_OR_RETURN(run.tables, StoredTables::open(snapshots));
   std::sort(run.pieces.begin(), run.pieces.end(),
             [](const auto& a, const auto& b) { return a.first < b.first; });
   uint64_t next = 0;

@@ -1,7 +1,6 @@
 #include "smartinf/engine/stored_tables.h"
 
 #include <algorithm>
-#include <numeric>
 #include <utility>
 
 #include <fmt/format.h>
@@ -21,6 +20,8 @@ using storage::RowTableKind;
 
 namespace {
 
+constexpr uint32_t kDevicesMax = 256;  // plan::row_pattern()'s
+
 /// Rows whose records are in memory at once, about.
 uint64_t rows_at_once(uint64_t record_bytes) {
   const uint64_t in_page = base::records_per_page(record_bytes);
@@ -34,10 +35,9 @@ Status mismatch(const csd::Snapshot& device, std::string what) {
 
 }  // namespace
 
-Result<std::unique_ptr<StoredTables>> StoredTables::open(
-    std::span<const std::unique_ptr<csd::Snapshot>> devices) {
+Result<std::unique_ptr<StoredTables>> StoredTables::open(std::span<csd::Snapshot* const> devices) {
   std::unique_ptr<StoredTables> made(new StoredTables);
-  made->devices_.resize(devices.size());
+  size_t first = 0;  // of the devices here, among all that have rows
   bool without = false;
   for (size_t d = 0; d < devices.size(); ++d) {
     csd::Snapshot& device = *devices[d];
@@ -55,19 +55,23 @@ Result<std::unique_ptr<StoredTables>> StoredTables::open(
                     base::ErrorPlace{device.name(), {}, {}, 0});
     }
     const storage::RowFileLayout& layout = rows->layout();
-    if (layout.device_index != d || layout.device_count != devices.size()) {
-      return mismatch(device, fmt::format("its tables are those of device {} of {}",
-                                          layout.device_index, layout.device_count));
-    }
     if (made->any_ == nullptr) {
       SI_ASSIGN_OR_RETURN(made->tables_, csd::run_tables_from_json(layout.description));
       made->any_ = rows;
-      if (std::ranges::max(made->tables_.chunks) >= devices.size()) {
+      if (std::ranges::max(made->tables_.chunks) >= layout.device_count ||
+          layout.device_count > kDevicesMax) {
         return mismatch(device, "its tables have rows on a device that the run does not have");
       }
+      first = layout.device_index - std::min<size_t>(d, layout.device_index);
+      made->devices_.resize(layout.device_count);
+    }
+    if (layout.device_index != first + d || layout.device_index >= made->devices_.size() ||
+        layout.device_count != made->devices_.size()) {
+      return mismatch(device, fmt::format("its tables are those of device {} of {}",
+                                          layout.device_index, layout.device_count));
     }
     made->log_bytes_ += layout.log_bytes;
-    made->devices_[d] = rows;
+    made->devices_[first + d] = rows;
     SI_ASSIGN_OR_RETURN(const csd::DeviceTables expected,
                         csd::device_tables(made->tables_, layout.run, layout.device_index,
                                            layout.device_count, layout.log_bytes));
@@ -111,7 +115,13 @@ Status StoredTables::fetch(size_t table, Batch& batch) {
   }
   for (size_t d = 0; d < rows.size(); ++d) {
     if (rows[d].empty()) continue;
-    SI_CHECK(devices_[d] != nullptr, "rows of a device that another process has");
+    if (devices_[d] == nullptr) {
+      return Status(ErrorCode::kUnsupported,
+                    fmt::format("rows of the table {} are on devices of another rank (device {} of "
+                                "{})",
+                                tables_.tables[table].name, d, devices_.size()),
+                    "Take what all ranks have together, as a checkpoint of theirs.");
+    }
     SI_RETURN_IF_ERROR(devices_[d]->read(
         static_cast<uint32_t>(table), rows[d], [&](size_t i, std::span<const std::byte> record) {
           if (record.empty()) return;
@@ -124,14 +134,16 @@ Status StoredTables::fetch(size_t table, Batch& batch) {
 }
 
 Status StoredTables::read(size_t table, uint64_t first, uint64_t count, bool initial,
-                          const Visit& visit) {
+                          const Visit& visit, const Wanted& wanted) {
   const csd::TableShape& shape = tables_.tables[table];
   SI_CHECK(first <= shape.rows && count <= shape.rows - first, "rows that the table does not have");
   const uint64_t bytes = shape.record_bytes();
   Batch batch;
-  for (uint64_t begin = first; begin < first + count; begin += batch.rows.size()) {
-    batch.rows.resize(std::min(rows_at_once(bytes), first + count - begin));
-    std::iota(batch.rows.begin(), batch.rows.end(), begin);
+  for (uint64_t begin = first; begin < first + count;) {
+    batch.rows.clear();
+    for (; begin < first + count && batch.rows.size() < rows_at_once(bytes); ++begin) {
+      if (!wanted || wanted(begin)) batch.rows.push_back(begin);
+    }
     SI_RETURN_IF_ERROR(fetch(table, batch));
     const std::span<std::byte> records = batch.records;
     for (size_t i = 0; i < batch.rows.size(); ++i) {
@@ -139,7 +151,7 @@ Status StoredTables::read(size_t table, uint64_t first, uint64_t count, bool ini
       if (batch.written[i]) {
         csd::bring_up(steps_[table], record);
       } else if (initial && shape.kind == RowTableKind::kState) {
-        kernels::initial_record(shape.start, static_cast<uint32_t>(table), begin + i, shape.dim,
+        kernels::initial_record(shape.start, static_cast<uint32_t>(table), batch.rows[i], shape.dim,
                                 record);
       } else if (initial) {
         std::ranges::fill(record, std::byte{0});
@@ -147,9 +159,12 @@ Status StoredTables::read(size_t table, uint64_t first, uint64_t count, bool ini
     }
     for (size_t i = 0; i < batch.rows.size();) {
       size_t end = i;
-      while (end < batch.rows.size() && (initial || batch.written[end])) ++end;
+      while (end < batch.rows.size() && (initial || batch.written[end]) &&
+             batch.rows[end] == batch.rows[i] + (end - i)) {
+        ++end;
+      }
       if (end > i) {
-        SI_RETURN_IF_ERROR(visit(begin + i, records.subspan(i * bytes, (end - i) * bytes)));
+        SI_RETURN_IF_ERROR(visit(batch.rows[i], records.subspan(i * bytes, (end - i) * bytes)));
       }
       i = std::max(end, i + 1);
     }

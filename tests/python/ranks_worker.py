@@ -199,14 +199,21 @@ def tables(job):
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(4 + rank)  # rows begin as rank 0 has them
     model = TableModel()
-    smartinf.move_tables(model, ["table"], memory=f"{64 // world}MiB", log=f"{16 // world}MiB")
+    room = {"memory": f"{64 // world}MiB", "log": f"{16 // world}MiB"}
+    smartinf.move_tables(model, ["table"], rule=job.get("rule", "sparse_adam"), **room)
     optimizer = smartinf.AdamW(model.named_parameters(), lr=1e-2, max_grad_norm=0, devices=[job["devices"]], resume=True)
+    if "load" in job:
+        optimizer.load_checkpoint(job["load"])
     wrapped = torch.nn.parallel.DistributedDataParallel(model) if world > 1 else model
     for step in range(optimizer._session.lineage.updates, job["last"]):
         ids = (torch.rand(GLOBAL_BATCH, 40, generator=torch.Generator().manual_seed(step)).pow(4) * 3000).long()
         wrapped(ids[rank * GLOBAL_BATCH // world : (rank + 1) * GLOBAL_BATCH // world]).backward()
         optimizer.step()
         optimizer.zero_grad()
+        if step + 1 == job.get("save_after"):
+            optimizer.save_checkpoint(os.path.join(job["results"], "checkpoint"))
+        if step + 1 == job.get("add_after"):
+            optimizer.add_param_group({"params": [("late", torch.nn.Parameter(torch.ones(9)))]})
     rows, said = model.table.rows(), "nothing"
     if world > 1:
         try:

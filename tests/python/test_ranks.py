@@ -138,6 +138,20 @@ def test_tables_have_the_rows_of_one_rank(run, tmp_path):
         assert "row 3000 in place 1 of a batch, and the table table has 3000 rows" in said and "rank 1" in said, said
 
 
+def test_tables_go_on_from_a_checkpoint_with_any_number_of_ranks(run, tmp_path):
+    """Two ranks and one take over from each other; two add a parameter."""
+    tables = {"check": "tables", "rule": "adamw"}
+    rows = lambda folder: torch.load(tmp_path / folder / "table0.pt")[0]
+    run(1, tmp_path / "one", **tables)
+    run(2, tmp_path / "two", **tables, save_after=4, add_after=6)
+    assert torch.equal(rows("two"), rows("one"))
+    before = tmp_path / "two" / "checkpoint"
+    for world, last in ((2, 6), (1, 8), (2, STEPS)):
+        run(world, tmp_path / f"to{last}", **tables, load=str(before), last=last, save_after=last)
+        before = tmp_path / f"to{last}" / "checkpoint"
+    assert torch.equal(rows(f"to{STEPS}"), rows("one"))
+
+
 def test_gradients_are_averaged_as_they_leave(run, tmp_path):
     """Without DistributedDataParallel, over several backward passes, scaled, one step overflowing."""
     release = {"release_gradients": True, "accumulation_steps": 2}

@@ -17,8 +17,8 @@ using base::Status;
 
 namespace {
 
-/// Before the values of one gradient.
-struct GradientHead {
+/// Before the values of one row.
+struct ValuesHead {
   uint64_t row = 0;  // of the whole table
   uint32_t table = 0;
   uint32_t value_bytes = 0;
@@ -137,27 +137,23 @@ Result<std::vector<std::byte>> RowRanks::gather(
   return ordered;
 }
 
-void RowRanks::add_gradient(uint32_t table, uint32_t device, uint64_t row, base::DataType type,
-                            std::span<const std::byte> values) {
-  const GradientHead head{row, table, static_cast<uint32_t>(values.size()),
-                          static_cast<uint64_t>(type)};
-  std::vector<std::byte>& kept = kept_[rank_of_[device]];
-  append(kept, std::span(&head, 1));
-  append(kept, values);
-  kept.resize(base::round_up(kept.size(), sizeof head.row));
+void RowRanks::add_row(uint32_t table, uint32_t device, uint64_t row, base::DataType type,
+                       std::span<const std::byte> values, Parcels& parcels) const {
+  const ValuesHead head{row, table, static_cast<uint32_t>(values.size()),
+                        static_cast<uint64_t>(type)};
+  std::vector<std::byte>& parcel = parcels[rank_of_[device]];
+  append(parcel, std::span(&head, 1));
+  append(parcel, values);
+  parcel.resize(base::round_up(parcel.size(), sizeof head.row));
 }
 
-void RowRanks::forget() {
-  for (std::vector<std::byte>& kept : kept_) kept.clear();
-}
-
-Status RowRanks::share_gradients(const Status& mine, const Add& add) {
-  SI_ASSIGN_OR_RETURN(const auto got,
-                      exchange(*ranks_, Channel::kControl, "gradients of tables", mine, kept_));
-  forget();
+Status RowRanks::share(std::string_view call, const Status& mine, Parcels& parcels,
+                       const Add& add) const {
+  SI_ASSIGN_OR_RETURN(const auto got, exchange(*ranks_, Channel::kControl, call, mine, parcels));
+  parcels = make_parcels();
   for (std::span<const std::byte> left : got) {
     while (!left.empty()) {
-      GradientHead head;
+      ValuesHead head;
       std::memcpy(&head, left.data(), sizeof head);
       const auto row = static_cast<int64_t>(head.row);
       SI_RETURN_IF_ERROR(add(head.table, std::span(&row, 1), static_cast<base::DataType>(head.type),

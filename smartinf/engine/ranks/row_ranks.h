@@ -46,14 +46,18 @@ class RowRanks {
       const std::string& call, const base::Status& mine, const Rows& rows, uint64_t row_bytes,
       const std::function<base::Status(const Rows& rows, std::span<std::byte> out)>& read) const;
 
-  /// Keeps a gradient for the rank that has its device until share_gradients(). values: one row.
-  void add_gradient(uint32_t table, uint32_t device, uint64_t row, base::DataType type,
-                    std::span<const std::byte> values);
-  void forget();
-  /// Hands those that all ranks have kept for this one to add(), in the order of the ranks.
+  /// Rows with values, for each rank.
+  using Parcels = std::vector<std::vector<std::byte>>;
+  Parcels make_parcels() const { return Parcels(ranks_->world()); }
+  /// Adds a row to what goes to the rank that has its device.
+  void add_row(uint32_t table, uint32_t device, uint64_t row, base::DataType type,
+               std::span<const std::byte> values, Parcels& parcels) const;
+  /// Hands what all ranks have for this one to add(), in the order of the ranks, and leaves
+  /// `parcels` empty.
   using Add = std::function<base::Status(uint32_t table, std::span<const int64_t> rows,
                                          base::DataType type, const std::byte* values)>;
-  base::Status share_gradients(const base::Status& mine, const Add& add);
+  base::Status share(std::string_view call, const base::Status& mine, Parcels& parcels,
+                     const Add& add) const;
 
   /// of_device: bytes of every device; those of other ranks' devices come, as many.
   base::Status share_records(std::string_view call, const base::Status& mine,
@@ -71,14 +75,13 @@ class RowRanks {
   }
 
  private:
-  RowRanks(std::shared_ptr<Collectives> ranks) : ranks_(std::move(ranks)), kept_(ranks_->world()) {}
+  explicit RowRanks(std::shared_ptr<Collectives> ranks) : ranks_(std::move(ranks)) {}
   base::Result<std::vector<std::byte>> gather_bytes(std::string_view call, const base::Status& mine,
                                                     std::span<const std::byte> bytes) const;
 
   const std::shared_ptr<Collectives> ranks_;
   std::vector<uint32_t> rank_of_;  // of every device
   uint32_t first_ = 0;
-  std::vector<std::vector<std::byte>> kept_;  // for each rank
 };
 
 }  // namespace smartinf::engine

@@ -2,6 +2,8 @@
 #include "smartinf/engine/ranks/row_ranks.h"
 
 #include <array>
+#include <filesystem>
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -11,6 +13,7 @@
 #include <gtest/gtest.h>
 
 #include "smartinf/base/test_scratch.h"
+#include "smartinf/engine/checkpoint.h"
 #include "smartinf/engine/ranks/test_collectives.h"
 #include "smartinf/engine/ranks/test_crew.h"
 #include "smartinf/engine/row_tables.h"
@@ -132,6 +135,7 @@ class RowRanksTest : public ::testing::TestWithParam<bool> {
     SI_ASSIGN_OR_RETURN(const GradientSummary summary, updater.finish_gradients(1));
     norms_[rank].push_back(summary.norm);
     UpdateOptions update;
+    update.number = number;
     update.gradient_scale = 0.5;
     update.groups = {{.lr = 0.01}};
     SI_RETURN_IF_ERROR(updater.start_update(update, DataType::kBf16, nullptr));
@@ -201,6 +205,97 @@ TEST_P(RowRanksTest, HaveTheBitsOfOneProcess) {
     for (size_t d = 1; d < devices * kTwoRanks; ++d) {
       std::filesystem::remove_all(scratch_ / fmt::format("device{}", d));
     }
+  }
+}
+
+TEST_P(RowRanksTest, AddToRowsInTheOrderOfOneProcess) {
+  add_table(RowRule::kSgd);
+  const size_t scratch = tables_.size() - 1;
+  tables_[scratch].kind = storage::RowTableKind::kScratch;
+  tables_[scratch].start = {};
+  open_fresh(1);
+  if (HasFatalFailure()) return;
+  std::map<int64_t, std::vector<float>> rows;
+  for (uint64_t number = 1; number <= 2; ++number) {
+    const Batch batch = batch_of(number, kRowsShared, kDimShared, kIdsOfStep);
+    all([&](size_t rank, Updater& updater) {
+      const auto [first, count] = part_of(rank);
+      return updater.tables()->scatter_add(
+          scratch, std::span(batch.ids).subspan(first, count),
+          std::span(batch.gradients).subspan(first * kDimShared, count * kDimShared));
+    });
+    std::map<int64_t, std::vector<float>> sums;  // of a batch, before they are added
+    for (size_t i = 0; i < batch.ids.size(); ++i) {
+      std::vector<float>& sum = sums.try_emplace(batch.ids[i], kDimShared, 0.0f).first->second;
+      for (size_t d = 0; d < kDimShared; ++d) sum[d] += batch.gradients[i * kDimShared + d];
+    }
+    for (const auto& [id, sum] : sums) {
+      std::vector<float>& row = rows.try_emplace(id, kDimShared, 0.0f).first->second;
+      for (size_t d = 0; d < kDimShared; ++d) row[d] += sum[d];
+    }
+  }
+  std::vector<int64_t> ids;
+  std::vector<float> expected;
+  for (const auto& [id, row] : rows) {
+    ids.push_back(id);
+    expected.insert(expected.end(), row.begin(), row.end());
+  }
+  all([&](size_t, Updater& updater) -> Status {
+    std::vector<float> out(expected.size());
+    SI_RETURN_IF_ERROR(
+        updater.tables()->gather(scratch, ids, DataType::kF32, out.data(), /*keep=*/false));
+    EXPECT_EQ(out, expected);
+    return Status();
+  });
+}
+
+TEST_P(RowRanksTest, GoBackToACheckpointOfAll) {
+  add_table(RowRule::kAdamW);  // which catches up
+  open_fresh(2);
+  if (HasFatalFailure()) return;
+  const auto path_of = [&](size_t rank) {
+    return scratch_ / (shared() ? "all" : fmt::format("of_rank{}", rank));
+  };
+  for (uint64_t number = 1; number <= 5; ++number) {
+    all([&](size_t rank, Updater& updater) { return step(rank, updater, number); });
+    if (number != 3) continue;
+    all([&](size_t rank, Updater& updater) {
+      CheckpointOptions options;
+      options.path = path_of(rank);
+      return write_checkpoint(updater, options).status();
+    });
+  }
+  expect_records(reference_after(5));
+  // With as many devices, and with fewer: rows change their rank.
+  for (const size_t devices : {2, 1}) {
+    SCOPED_TRACE(devices);
+    if (devices == 1) {
+      close();
+      std::filesystem::rename(scratch_ / "device1", scratch_ / "another1");
+      std::filesystem::rename(scratch_ / "device0", scratch_ / "another0");
+      open_fresh(devices);
+      if (HasFatalFailure()) return;
+    }
+    all([&](size_t, Updater& updater) -> Status {
+      std::vector<StoredRun> runs;
+      std::vector<csd::Snapshot*> snapshots;
+      for (size_t rank = 0; rank < (shared() ? 1 : kTwoRanks); ++rank) {
+        SI_ASSIGN_OR_RETURN(const Checkpoint there, read_checkpoint(path_of(rank)));
+        SI_ASSIGN_OR_RETURN(StoredRun run, open_checkpoint(there));
+        runs.push_back(std::move(run));
+      }
+      for (const StoredRun& run : runs) {
+        for (const auto& device : run.devices) snapshots.push_back(device.get());
+      }
+      SI_ASSIGN_OR_RETURN(const auto stored, StoredTables::open(snapshots));
+      EXPECT_TRUE(stored->whole());
+      EXPECT_EQ(runs.front().tables->whole(), shared());
+      SI_RETURN_IF_ERROR(updater.tables()->load_next(*stored));
+      return updater.edit_state(nullptr, "after 3", {});
+    });
+    expect_records(reference_after(3));
+    all([&](size_t rank, Updater& updater) { return step(rank, updater, 4); });
+    expect_records(reference_after(4));
   }
 }
 

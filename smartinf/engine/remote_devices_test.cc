@@ -17,13 +17,16 @@ namespace {
 
 using base::Status;
 
+constexpr uint64_t kQuotaBytes = 48 * base::kMiB;
+
 class RemoteDevices : public testing::Test {
  protected:
   RemoteDevices() {
     std::vector<serve::ServedDevice> devices;
-    for (const char* name : {"fast0", "fast1"}) {
+    for (const char* name : {"fast0", "fast1", "small"}) {
       serve::ServedDevice& served = devices.emplace_back();
       served.name = name;
+      if (name == std::string("small")) served.quota_bytes = kQuotaBytes;
       served.memory_bytes = uint64_t{1} << 30;
       const std::string path = scratch_ / name;
       served.source =
@@ -220,6 +223,21 @@ TEST_F(RemoteDevices, TablesGoWithTheirState) {
     if (next.empty()) next = records_of(*updater);
     EXPECT_TRUE(records_of(*updater) == next) << place;
   }
+}
+
+TEST_F(RemoteDevices, TablesCountInTheQuota) {
+  TableOptions& table = options_.tables.emplace_back();
+  table.name = "rows";
+  table.rows = 100'000;
+  table.dim = 24;
+  options_.table_log_bytes = 4 * base::kMiB;
+  options_.devices.clear();
+  add_remote("small", 1);
+  const Status refused = Updater::open(options_, contract_space()).status();
+  EXPECT_EQ(refused.code(), base::ErrorCode::kNoSpace);
+  EXPECT_THAT(refused.to_string(), testing::HasSubstr("the tables need"));
+  table.rows = 10'000;
+  EXPECT_NE(open(), nullptr);
 }
 
 TEST_F(RemoteDevices, WhatTheyCannotDoIsRefused) {

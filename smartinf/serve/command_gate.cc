@@ -8,6 +8,7 @@
 
 #include "smartinf/base/units.h"
 #include "smartinf/storage/format.h"
+#include "smartinf/storage/row_file.h"
 
 namespace smartinf::serve::wire {
 namespace {
@@ -78,6 +79,20 @@ Status check_layout(const storage::StoreLayout& layout, storage::Durability dura
                   "server's file).");
   }
   return Status();
+}
+
+Status check_tables(const storage::RowFileLayout& layout, uint64_t others_bytes,
+                    uint64_t quota_bytes) {
+  SI_RETURN_IF_ERROR(storage::RowFile::check(layout));
+  const uint64_t bytes = storage::RowFile::file_bytes(layout);
+  if (quota_bytes == 0 || (others_bytes <= quota_bytes && bytes <= quota_bytes - others_bytes)) {
+    return Status();
+  }
+  return Status(ErrorCode::kNoSpace,
+                fmt::format("the tables need {} beside the state, and a client may have {} there",
+                            base::format_bytes(bytes), base::format_bytes(quota_bytes)),
+                "Give the model more devices, or the device a larger quota (quota in the server's "
+                "file).");
 }
 
 Status check_share(const storage::StoreLayout& layout, const csd::DeviceShare& share) {

@@ -8,6 +8,7 @@
 #include "smartinf/base/status.h"
 #include "smartinf/csd/device_space.h"
 #include "smartinf/serve/protocol.h"
+#include "smartinf/storage/row_layout.h"
 
 namespace smartinf::serve::wire {
 
@@ -15,6 +16,10 @@ namespace smartinf::serve::wire {
 /// Errors: kInvalidArgument; kNoSpace.
 base::Status check_layout(const storage::StoreLayout& layout, storage::Durability durability,
                           uint64_t spool_bytes, uint64_t bytes_max);
+/// Tables beside a state and its spool of others_bytes. quota_bytes: of the client; 0: all that are
+/// free. Errors: kInvalidArgument for a file that cannot be; kNoSpace.
+base::Status check_tables(const storage::RowFileLayout& layout, uint64_t others_bytes,
+                          uint64_t quota_bytes);
 /// Checks what a client says of the space against the layout that the device has.
 base::Status check_share(const storage::StoreLayout& layout, const csd::DeviceShare& share);
 

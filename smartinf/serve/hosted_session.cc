@@ -10,6 +10,7 @@
 #include "smartinf/base/checksum.h"
 #include "smartinf/base/log.h"
 #include "smartinf/base/units.h"
+#include "smartinf/csd/messages/rows/table_layout.h"
 #include "smartinf/storage/format.h"
 
 namespace smartinf::serve::wire {
@@ -429,6 +430,19 @@ void HostedSession::submit(const std::shared_ptr<Running>& running) {
   if (!status.ok()) answer(running->number, std::move(status));
 }
 
+/// New tables count in the client's quota, with the state, which has two slots then.
+Status HostedSession::check_tables(const csd::OpenTables& tables) const {
+  if (!tables.create) return Status();
+  const storage::StoreLayout& state = device_->layout();
+  SI_ASSIGN_OR_RETURN(const storage::Geometry geometry, storage::Geometry::make(state, 2));
+  SI_ASSIGN_OR_RETURN(
+      const csd::DeviceTables made,
+      csd::device_tables({tables.tables, tables.pattern}, state.run, tables.device_index,
+                         tables.device_count, tables.log_bytes));
+  return wire::check_tables(made.layout, geometry.container_bytes() + share_.spool_bytes,
+                            hosted_.served().quota_bytes);
+}
+
 /// A failure: the device does not have it.
 Status HostedSession::try_submit(const std::shared_ptr<Running>& running) {
   const std::lock_guard submit(submit_mutex_);
@@ -437,6 +451,10 @@ Status HostedSession::try_submit(const std::shared_ptr<Running>& running) {
     return end_why_.ok() ? Status(ErrorCode::kCancelled, "the session is at its end") : end_why_;
   }
   const storage::StoreState state = device_->state();
+  if (const auto* message = std::get_if<csd::Message>(&running->body)) {
+    const auto* tables = std::get_if<csd::OpenTables>(message);
+    if (tables != nullptr) SI_RETURN_IF_ERROR(check_tables(*tables));
+  }
   {
     const std::lock_guard lock(mutex_);
     SI_RETURN_IF_ERROR(gate_->admit(running->body, *space_, state));

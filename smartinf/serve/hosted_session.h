@@ -103,6 +103,7 @@ class HostedSession {
   void submit(const std::shared_ptr<Running>& running);
   base::Status try_submit(const std::shared_ptr<Running>& running);
   base::Status cache_state(const CacheState& cache);
+  base::Status check_tables(const csd::OpenTables& tables) const;
   MessageBytes size_of(csd::Message& message) const;
   base::Status take_region(Running& running);
   void bind_memory(Running& running) const;

@@ -418,22 +418,12 @@ class ServedNewState {
       return Status(ErrorCode::kFailedPrecondition, "a new state's steps in another order");
     }
     const storage::RowFileLayout& layout = create.layout;
-    SI_RETURN_IF_ERROR(storage::RowFile::check(layout));
     if (!(layout.run == layout_.run) || layout.device_index != layout_.device_index ||
         layout.device_count != layout_.device_count) {
       return Status(ErrorCode::kInvalidArgument, "tables of another state");
     }
-    const uint64_t quota = served_.device.served().quota_bytes;
-    const uint64_t bytes = storage::RowFile::file_bytes(layout);
-    const uint64_t others = geometry_.container_bytes();
-    if (quota > 0 && (others > quota || bytes > quota - others)) {
-      return Status(
-          ErrorCode::kNoSpace,
-          fmt::format("the tables need {} beside the state, and a client may have {} there",
-                      base::format_bytes(bytes), base::format_bytes(quota)),
-          "Give the model more devices, or the device a larger quota (quota in the "
-          "server's file).");
-    }
+    SI_RETURN_IF_ERROR(
+        check_tables(layout, geometry_.container_bytes(), served_.device.served().quota_bytes));
     SI_RETURN_IF_ERROR(state_->create_tables(layout, create.sparse));
     tables_ = layout;
     return Status();

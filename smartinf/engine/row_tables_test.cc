@@ -263,13 +263,13 @@ TEST_F(RowTablesTest, ComeBackFromACheckpointOnOtherDevices) {
   };
   // In the place of the state that went on; then as a crash leaves it before the names are changed.
   expect_ok(restore({}, true));
-  const std::filesystem::path first = options_.devices[0].path;
-  std::filesystem::rename(first / "smartinf.rows", first / "smartinf.rows.new");
+  const std::filesystem::path folder = options_.devices[0].path;
+  std::filesystem::rename(folder / "smartinf.rows", folder / "smartinf.rows.new");
   std::filesystem::copy(std::filesystem::path(options_.devices[1].path) / "smartinf.rows",
-                        first / "smartinf.rows");
+                        folder / "smartinf.rows");
   go_on();
   ASSERT_FALSE(HasFailure());
-  EXPECT_FALSE(std::filesystem::exists(first / "smartinf.rows.new"));
+  EXPECT_FALSE(std::filesystem::exists(folder / "smartinf.rows.new"));
   // Into a run that has gone on, in a step of its own; one that fails leaves it as it is.
   open();
   ASSERT_FALSE(HasFatalFailure());

@@ -24,11 +24,11 @@ double least(uint32_t first, uint32_t end, uint32_t stages,
 TEST(Stages, NoDivisionIsBetterThanTheOneThatIsFound) {
   std::mt19937 draw(7);
   for (int round = 0; round < 300; ++round) {
-    const uint32_t units = 1 + draw() % 12;
-    const uint32_t stages = 1 + draw() % std::min(units, 4u);
+    const auto units = static_cast<uint32_t>(1 + draw() % 12);
+    const auto stages = static_cast<uint32_t>(1 + draw() % std::min(units, 4u));
     std::vector<double> costs(units);
-    for (double& cost : costs) cost = draw() % 20;
-    const double limit = 5 + draw() % 40;  // a stage above it does not fit
+    for (double& cost : costs) cost = static_cast<double>(draw() % 20);
+    const auto limit = static_cast<double>(5 + draw() % 40);  // a stage above it does not fit
     const auto cost = [&](uint32_t first, uint32_t end) {
       double sum = 0;
       for (uint32_t unit = first; unit < end; ++unit) sum += costs[unit];

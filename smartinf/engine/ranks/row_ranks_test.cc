@@ -343,7 +343,9 @@ TEST_P(RowRanksTest, ARankThatDiesLeavesOneStep) {
     const Each said =
         each([&](size_t rank, Updater& updater) { return step(rank, updater, committed + 1); });
     EXPECT_FALSE(said[1].ok());
-    if (!said[0].ok()) EXPECT_THAT(said[0].to_string(), HasSubstr("rank 1"));
+    if (!said[0].ok()) {
+      EXPECT_THAT(said[0].to_string(), HasSubstr("rank 1"));
+    }
     for (const Status& opened : open(1)) ASSERT_TRUE(opened.ok()) << opened.to_string();
     const uint64_t now = ranks_[0]->committed_step();
     EXPECT_EQ(ranks_[1]->committed_step(), now);
@@ -355,7 +357,7 @@ TEST_P(RowRanksTest, ARankThatDiesLeavesOneStep) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Runs, RowRanksTest, ::testing::Bool(),
-                         [](const auto& info) { return info.param ? "Shared" : "OneEach"; });
+                         [](const auto& one) { return one.param ? "Shared" : "OneEach"; });
 
 }  // namespace
 }  // namespace smartinf::engine

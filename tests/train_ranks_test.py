@@ -62,6 +62,24 @@ class TrainRanks(StreamCase):
                         ["--train.accumulation", "5", "--train.micro_batch", "2", "--optimizer.format", "q4",
                          "--optimizer.master", "m24"])
 
+    def test_an_embedding_on_devices_has_the_same_bits_on_any_number_of_ranks(self):
+        """Three ranks of two devices, of which two have as many micro batches; then one process goes on."""
+        recipe = self.recipe(steps=6)
+        said = ["--json", "--train.validate_every", "3", "--train.sample_prompts", "def", "--train.sample_tokens", "4"]
+        flags = [*said, "--model.tied_head", "false", "--table.embedding", "adamw", "--table.memory", "80MiB",
+                 "--table.log", "2MiB", "--train.accumulation", "5", "--train.micro_batch", "1", "--checkpoint.every", "3",
+                 "--train.clip_norm", "0.7", "--train.warmup_steps", "1", "--train.lr_floor", "1"]
+        rows = lambda text, key: [row for row in map(json.loads, text.splitlines()) if key in row]
+        one = self.train_with(1, recipe, "one", *flags)
+        flags += self.even_devices("three", 2)
+        told = self.train_with(3, recipe, "three", *flags, "--train.steps", "4")
+        told += self.train_with(1, recipe, "three", *flags)
+        self.check_same_as("three", "one")
+        for key in ("validation_loss", "samples"):
+            self.assertEqual(rows(told, key)[-1], rows(one, key)[-1])
+        subprocess.run([SMARTINF, "fsck", str(self.folder / "three/checkpoints/step-00000003")], check=True,
+                       capture_output=True)
+
     # How little memory is enough depends on what a process takes at its start, which varies: at night only.
     if ALL:
         def test_a_streamed_bf16_model_has_the_same_bits_on_any_number_of_ranks(self):

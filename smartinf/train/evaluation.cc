@@ -134,8 +134,10 @@ Result<std::vector<std::vector<int64_t>>> TorchTrainer::sample(
   return together("sample", [&]() -> Result<Sampled> {
     const TrainOptions& train = options_.train;
     SI_ASSIGN_OR_RETURN(const Sampled of_first, first_ranks_prompts(prompts));
-    // The others are needed only where they have to bring weights, or compute their stages.
-    const bool with_others = weights_.stream().streams() || pipeline_.on();
+    // The others are needed only where they have to bring weights or rows of a table, or compute
+    // their stages.
+    const bool with_others =
+        weights_.stream().streams() || pipeline_.on() || weights_.model().table() != nullptr;
     if (of_first.empty() || !(ranks_.first() || with_others)) return Sampled();
     DecodeOptions options;
     options.tokens = train.sample_tokens;

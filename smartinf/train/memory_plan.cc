@@ -63,17 +63,25 @@ MemoryLimits memory_limits(const MemoryOptions& options, const AcceleratorMemory
 
 namespace {
 
+constexpr uint64_t kRowHeadBytes = 24;  // of each gradient of a row that goes to another rank
+
 /// Memory of an embedding that is a table: for where its rows are, and a step's gradients, at first
-/// of each token and then of each row, in f32 and as they are sent.
+/// of each token and then of each row, in f32 and as they are sent. share: what a rank has of it.
+/// Those of tokens it then has twice, and twice what comes for its devices.
+template <typename Share>
 uint64_t table_bytes(const model::Architecture& model, const Options& options,
-                     const engine::UpdaterOptions& updater) {
+                     const engine::UpdaterOptions& updater, uint32_t world, const Share& share) {
   const uint64_t tokens =
       uint64_t{options.train.accumulation} * options.train.micro_batch * options.data.sequence;
   const uint64_t value_bytes = base::data_type_bytes(precision_data_type(options.train.precision));
   const uint64_t of_row =
       model.width * (sizeof(float) + base::data_type_bytes(updater.gradient_type)) + 32;
-  return updater.table_memory_bytes + tokens * (model.width * value_bytes + sizeof(int64_t)) +
-         std::min<uint64_t>(tokens, model.vocabulary) * of_row;
+  const uint64_t of_token = model.width * value_bytes;
+  const uint64_t bytes = updater.table_memory_bytes + tokens * (of_token + sizeof(int64_t)) +
+                         std::min<uint64_t>(tokens, model.vocabulary) * of_row;
+  if (world == 1) return bytes;
+  const uint64_t sent = 2 * tokens * (of_token + kRowHeadBytes);
+  return share(bytes + sent) + base::divide_up(tokens, world) * of_token + sent / world;
 }
 
 }  // namespace
@@ -123,7 +131,9 @@ base::Result<plan::TrainingPlan> plan_run(const model::Architecture& model, cons
                         engine::plan_buffers(streaming, space, devices));
     memory.optimizer_bytes =
         share(plan::buffer_bytes(buffers, space.count(), devices) + updater.state_cache_bytes);
-    if (model.table_embedding) memory.optimizer_bytes += table_bytes(model, options, updater);
+    if (model.table_embedding) {
+      memory.optimizer_bytes += table_bytes(model, options, updater, world, share);
+    }
     if (world > 1) {
       memory.optimizer_bytes += plan::rank_bytes(space.count(), buffers.subgroup_elements);
     }

@@ -158,6 +158,8 @@ Status TorchTrainer::compute_gradients(std::span<const Batch> batches, const std
     if (weights_.model().table() != nullptr) {
       pass.tokens_behind_BT = i + at_once < batches.size() ? batches[i + at_once].tokens_BT
                                                            : first_tokens_of_next_step();
+      const uint64_t most = base::divide_up(uint64_t{train.accumulation}, replicas());
+      pass.lookups_behind = i + at_once < batches.size() ? 0 : most - batches.size();
     }
     pass.times_forward = offload_choice_ && !offload_choice_->decided();
     for (const double loss : pass_->train(together, pass)) losses.push_back(loss);

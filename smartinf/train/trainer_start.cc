@@ -706,10 +706,6 @@ Result<Prepared> prepare(const Job& job) {
                        : fmt::format("Choose at least {}{}", corpus.vocabulary(),
                                      corpus.bytes() ? ", or leave the key out" : ""));
   }
-  if (model.table_embedding && !job.ranks.alone()) {
-    return Status(ErrorCode::kUnsupported, "table.embedding is set, but several ranks train",
-                  "Leave it out, or start one process");
-  }
   std::vector<model::LoraTarget> targets;
   GroupedParameters parameters;
   if (options.lora.on()) {

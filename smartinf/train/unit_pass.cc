@@ -316,6 +316,9 @@ Tensor UnitPass::rows_of(size_t batch) const {
   const Tensor next_BT =
       batch + 1 < batches_.size() ? batches_[batch + 1].tokens_BT : options_->tokens_behind_BT;
   if (next_BT.defined()) table->prefetch(next_BT);
+  for (uint64_t i = 0; batch + 1 == batches_.size() && i < options_->lookups_behind; ++i) {
+    table->rows(torch::empty({0}, torch::kInt64), /*keep=*/false);
+  }
   return rows_BTC;
 }
 

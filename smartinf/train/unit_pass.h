@@ -92,6 +92,8 @@ class UnitPass {
     /// Tokens of the batch behind these, whose rows of a table are brought up beside them;
     /// undefined: there is none.
     torch::Tensor tokens_behind_BT;
+    /// Lookups in the table that follow for nothing: all ranks make as many in a step.
+    uint64_t lookups_behind = 0;
     /// Before each unit of the forward; what it throws ends the pass.
     std::function<void()> before_unit;
     TakeGradient take_gradient;

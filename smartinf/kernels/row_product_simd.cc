@@ -147,7 +147,9 @@ void multiply_columns(const RowProductPart& part, const T* weights, const float*
   T rest[2 * kPair] = {};
   for (size_t k = 0; k < part.inputs; ++k) {
     const T* at = weights + k * part.outputs;
-    if (k + kAhead < part.inputs) hwy::Prefetch(at + kAhead * part.outputs);
+    for (size_t line = 0; line < columns && k + kAhead < part.inputs; line += 64 / sizeof(T)) {
+      hwy::Prefetch(at + kAhead * part.outputs + line);
+    }
     if (!whole) {
       std::copy_n(at, columns, rest);
       at = rest;

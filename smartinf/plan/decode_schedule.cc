@@ -1,5 +1,6 @@
 #include "smartinf/plan/decode_schedule.h"
 
+#include <algorithm>
 #include <array>
 
 #include "smartinf/base/check.h"
@@ -85,7 +86,9 @@ class DecodeOrder {
   }
 
   void add_step() {
-    for (const auto& [work, layer, half] : decode_host_order(input_.layers, input_.halves)) {
+    const bool streams = std::ranges::find(input_.streamed, true) != input_.streamed.end();
+    for (const auto& [work, layer, half] :
+         decode_host_order(input_.layers, input_.halves, streams)) {
       if (work == DecodeWork::kProducts) {
         if (half == 0) add_weights(layer);
         const uint32_t products =
@@ -136,15 +139,18 @@ std::string_view decode_work_name(DecodeWork work) {
   return kNames[static_cast<size_t>(work)];
 }
 
-std::vector<DecodeHostTask> decode_host_order(uint32_t layers, uint32_t halves) {
+std::vector<DecodeHostTask> decode_host_order(uint32_t layers, uint32_t halves, bool logits_last) {
   std::vector<DecodeHostTask> order;
   for (uint32_t layer = 0; layer <= layers; ++layer) {
     for (uint32_t half = 0; half < halves; ++half) {
       if (layer > 0) order.push_back({DecodeWork::kTails, layer - 1, half});
       if (layer < layers) order.push_back({DecodeWork::kProducts, layer, half});
+      if (layer == layers && !logits_last) order.push_back({DecodeWork::kLogits, 0, half});
     }
   }
-  for (uint32_t half = 0; half < halves; ++half) order.push_back({DecodeWork::kLogits, 0, half});
+  for (uint32_t half = 0; half < halves && logits_last; ++half) {
+    order.push_back({DecodeWork::kLogits, 0, half});
+  }
   return order;
 }
 

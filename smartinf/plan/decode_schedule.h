@@ -33,8 +33,10 @@ struct DecodeHostTask {
   uint32_t half = 0;
 };
 /// A step of the host, one task after another: a half's queries of the next layer are sent before
-/// the other half's rest of this one is computed. Of each half one layer is under way at most.
-std::vector<DecodeHostTask> decode_host_order(uint32_t layers, uint32_t halves);
+/// the other half's rest of this one is computed. Of each half one layer is under way at most. The
+/// first half's logits are made while devices attend to the other one in the last layer;
+/// logits_last: after all layers, where their weights take a place that the last layer's leave.
+std::vector<DecodeHostTask> decode_host_order(uint32_t layers, uint32_t halves, bool logits_last);
 
 struct DecodeTask {
   static constexpr uint32_t kHost = ~0u;

@@ -54,10 +54,16 @@ bool waits(const std::vector<DecodeTask>& tasks, uint32_t late, uint32_t early) 
 }
 
 TEST(DecodeSchedule, TheHostComputesOneHalfWhileDevicesAttendToTheOther) {
-  const auto tasks = make_decode_schedule(input_of(2));
-  EXPECT_THAT(names(tasks, [](const DecodeTask& task) { return task.on_host(); }),
+  DecodeScheduleInput input = input_of(2);
+  const auto on_host = [](const DecodeTask& task) { return task.on_host(); };
+  input.streamed = {false, true};
+  EXPECT_THAT(names(make_decode_schedule(input), on_host),
               ElementsAre("products 0A", "products 0B", "tails 0A", "products 1A", "tails 0B",
                           "products 1B", "tails 1A", "tails 1B", "logits 0A", "logits 0B"));
+  const auto tasks = make_decode_schedule(input_of(2));
+  EXPECT_THAT(names(tasks, on_host),
+              ElementsAre("products 0A", "products 0B", "tails 0A", "products 1A", "tails 0B",
+                          "products 1B", "tails 1A", "logits 0A", "tails 1B", "logits 0B"));
   EXPECT_THAT(names(tasks, [](const DecodeTask& task) { return task.work == DecodeWork::kFold; }),
               ElementsAre("fold 0A", "fold 0B", "fold 1A", "fold 1B"));
   const uint32_t tails = find(tasks, DecodeWork::kTails, 0, 0);

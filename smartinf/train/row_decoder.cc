@@ -370,28 +370,46 @@ RowModel::Layer RowDecoder::layer_of(size_t unit, const UnitWeights& weights,
 }
 
 /// A group attends while the other one is computed. Units are held until the last group is through,
-/// when the first one has begun the next.
-void RowDecoder::run_layers(std::span<ModelRows> groups) {
+/// when the first one has begun the next; the head until the last group has its logits.
+void RowDecoder::run_model(std::span<Sequence* const> sequences, std::span<ModelRows> groups,
+                           const Choose* choose) {
   const std::span<const plan::Unit> units = loaded_.model.units();
   std::vector<RowModel::Layer> layers;  // that were begun
   const auto unit_of = [&](uint32_t layer) {
     return std::ranges::find_if(
         units, [&](const plan::Unit& unit) { return layer - unit.first_layer < unit.layers; });
   };
-  for (const auto& [work, index, half] : plan::decode_host_order(
-           loaded_.model.architecture().layers, static_cast<uint32_t>(groups.size()))) {
-    if (work == plan::DecodeWork::kLogits) continue;  // choose_tokens()
+  const size_t head_unit = loaded_.model.head();
+  Head head;
+  LayerStream& stream = loaded_.stream;
+  for (const auto& [work, index, half] :
+       plan::decode_host_order(loaded_.model.architecture().layers,
+                               static_cast<uint32_t>(groups.size()), stream.streams())) {
+    if (work == plan::DecodeWork::kLogits) {
+      if (choose == nullptr) continue;
+      if (half == 0) {
+        head.weights = &stream.get(head_unit);  // the head first, as in UnitPass
+        const UnitWeights& embedding = loaded_.model.tied_head() ? stream.get(0) : *head.weights;
+        head.matrix_VC = &loaded_.model.head_matrix(*head.weights, embedding);
+      }
+      choose_tokens(sequences.subspan(half == 0 ? 0 : groups[0].count(), groups[half].count()),
+                    groups[half], head, *choose);
+      if (half + 1 < groups.size()) continue;
+      if (loaded_.model.tied_head()) stream.release(0);
+      stream.release(head_unit);
+      continue;
+    }
     const auto unit = unit_of(index);
     const auto number = static_cast<size_t>(unit - units.begin());
     if (work == plan::DecodeWork::kTails) {
       rows_.end_layer(layers[index], groups[half], *store_);
       const bool last = index + 1 == unit->first_layer + unit->layers;
-      if (last && half + 1 == groups.size()) loaded_.stream.release(number);
+      if (last && half + 1 == groups.size()) stream.release(number);
       continue;
     }
     if (half == 0 && index == unit->first_layer) {
       throw_if_stopped(options_.stop);
-      const UnitWeights& weights = loaded_.stream.get(number);
+      const UnitWeights& weights = stream.get(number);
       for (uint32_t i = 0; i < unit->layers; ++i) layers.push_back(layer_of(number, weights, i));
     }
     rows_.begin_layer(layers[index], groups[half], *store_);
@@ -414,7 +432,7 @@ void RowDecoder::run_pass(std::span<Sequence* const> sequences, const Choose* ch
   for (ModelRows& rows : groups) rows_.embed(embedding, rows);
   stream.release(0);
   try {
-    run_layers(groups);
+    run_model(sequences, groups, choose);
   } catch (...) {
     for (ModelRows& rows : groups) {
       if (rows.ticket) (void)store_->finish_attend(*rows.ticket);  // its memory goes
@@ -422,32 +440,22 @@ void RowDecoder::run_pass(std::span<Sequence* const> sequences, const Choose* ch
     throw;
   }
   for (Sequence* one : sequences) one->next.pop_front();
-  if (choose != nullptr) choose_tokens(sequences, groups, *choose);
 }
 
-void RowDecoder::choose_tokens(std::span<Sequence* const> sequences,
-                               std::span<const ModelRows> groups, const Choose& choose) {
-  const size_t head = loaded_.model.head();
-  // The head first, as in UnitPass.
-  const UnitWeights& weights = loaded_.stream.get(head);
-  const bool tied = loaded_.model.tied_head();
-  const UnitWeights& embedding = tied ? loaded_.stream.get(0) : weights;
-  const Tensor& matrix_VC = loaded_.model.head_matrix(weights, embedding);
-  size_t at = 0;
-  for (const ModelRows& rows : groups) {
-    for (size_t first = 0; first < rows.count(); first += kHeadRows) {
-      const size_t count = std::min(kHeadRows, rows.count() - first);
-      const std::span<const float> logits_MV = rows_.logits(weights, matrix_VC, rows, first, count);
-      const size_t vocabulary = logits_MV.size() / count;
-      for (size_t r = 0; r < count; ++r, ++at) {
-        Sequence& one = *sequences[at];
-        if (!store_->failure(one.id).ok()) continue;
-        one.next.push_back(choose(one.id, logits_MV.subspan(r * vocabulary, vocabulary)));
-      }
+/// sequences: those of the rows.
+void RowDecoder::choose_tokens(std::span<Sequence* const> sequences, const ModelRows& rows,
+                               const Head& head, const Choose& choose) {
+  for (size_t first = 0; first < rows.count(); first += kHeadRows) {
+    const size_t count = std::min(kHeadRows, rows.count() - first);
+    const std::span<const float> logits_MV =
+        rows_.logits(*head.weights, *head.matrix_VC, rows, first, count);
+    const size_t vocabulary = logits_MV.size() / count;
+    for (size_t r = 0; r < count; ++r) {
+      Sequence& one = *sequences[first + r];
+      if (!store_->failure(one.id).ok()) continue;
+      one.next.push_back(choose(one.id, logits_MV.subspan(r * vocabulary, vocabulary)));
     }
   }
-  if (tied) loaded_.stream.release(0);
-  loaded_.stream.release(head);
 }
 
 }  // namespace smartinf::train

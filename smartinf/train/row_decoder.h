@@ -62,6 +62,10 @@ class RowDecoder final : public SequenceDecoder {
     engine::SharedPrefix prefix;  // tokens 0: none
     std::deque<int64_t> next;  // that the store does not have yet; all but the last are known ones
   };
+  struct Head {
+    const UnitWeights* weights = nullptr;
+    const torch::Tensor* matrix_VC = nullptr;
+  };
   base::Result<Sequence*> open(const SequenceInput& input);
   bool open_prefix(const engine::SharedPrefix& prefix);
   void close_prefixes();
@@ -69,8 +73,9 @@ class RowDecoder final : public SequenceDecoder {
   void run_pass(std::span<Sequence* const> sequences, const Choose* choose);
   void drop_lost();
   std::vector<ModelRows> groups_of(std::span<Sequence* const> sequences) const;
-  void run_layers(std::span<ModelRows> groups);
-  void choose_tokens(std::span<Sequence* const> sequences, std::span<const ModelRows> groups,
+  void run_model(std::span<Sequence* const> sequences, std::span<ModelRows> groups,
+                 const Choose* choose);
+  void choose_tokens(std::span<Sequence* const> sequences, const ModelRows& rows, const Head& head,
                      const Choose& choose);
   RowModel::Layer layer_of(size_t unit, const UnitWeights& weights, uint32_t index) const;
 

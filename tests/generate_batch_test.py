@@ -211,7 +211,7 @@ class GenerateBatch(StreamCase):
             self.assertEqual(self.answers(), whole)
         self.assertEqual({path.name for path in self.folder.glob("kv*/*")}, {"smartinf.tuning"})
         told = self.run_batch(model, prompts, *one, "--rated-endurance", "1GB", "--fresh")
-        self.assertRegex(told, r"drives: .* written \([0-9.e-]+ % of their rated life\)")
+        self.assertRegex(told, r"drives: .* read, waited for \d+ % of the time, .* written \([0-9.e-]+ % of their rated life\)")
         self.assertEqual(self.answers(), whole)
 
     def test_the_plans_command_runs_as_it_is(self):

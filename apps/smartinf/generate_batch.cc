@@ -108,7 +108,8 @@ class BatchScreen {
   void note(const std::string& line) {
     if (!json_) fmt::print(stderr, "{}\n", line);
   }
-  void show(const BatchProgress& progress, const base::TrafficReading& traffic) {
+  /// store: on devices; or null.
+  void show(const BatchProgress& progress, const engine::KeyValueStore* store) {
     if (last_.shared_tokens == 0 && progress.shared_tokens > 0) {
       bar_.clear();
       note(
@@ -117,8 +118,12 @@ class BatchScreen {
                       progress.shared_tokens, progress.prompt_tokens));
     }
     last_ = progress;
-    read_bytes_ = traffic.up(base::TrafficKind::kCache);
-    written_bytes_ = traffic.down(base::TrafficKind::kCache);
+    if (store != nullptr) {
+      const base::TrafficReading traffic = store->traffic();
+      read_bytes_ = traffic.up(base::TrafficKind::kCache);
+      written_bytes_ = traffic.down(base::TrafficKind::kCache);
+      wait_s_ = store->wait_seconds();
+    }
     if (!json_) {
       bar_.rename(text_of(progress));
       (void)bar_(progress.answered, progress.prompts);  // the job heeds the stop itself
@@ -156,8 +161,9 @@ class BatchScreen {
       }
     }
     if (written_bytes_ > 0) {
-      text += fmt::format("; drives: {} read, {} written",
+      text += fmt::format("; drives: {} read, waited for {:.0f} % of the time, {} written",
                           base::format_rate(rate(read_bytes_, progress.token_seconds)),
+                          100 * wait_s_ / std::max(progress.token_seconds, 1e-9),
                           base::format_bytes(written_bytes_));
       if (rated_bytes_ > 0) {
         text += fmt::format(" ({:.2g} % of their rated life)", 100 * life_share());
@@ -180,6 +186,7 @@ class BatchScreen {
                                 {"prompt_tokens", last_.prompt_tokens},
                                 {"shared_tokens", last_.shared_tokens},
                                 {"prompt_seconds", last_.prompt_seconds},
+                                {"cache_wait_seconds", wait_s_},
                                 {"cache_read_bytes", read_bytes_},
                                 {"cache_written_bytes", written_bytes_}};
     if (rated_bytes_ > 0) line["rated_life_share"] = life_share();
@@ -191,6 +198,7 @@ class BatchScreen {
   Progress bar_;
   uint64_t shown_ns_ = base::now_ns();
   BatchProgress last_;
+  double wait_s_ = 0;        // of token_seconds, for devices
   uint64_t read_bytes_ = 0;  // by drives, of keys and values
   uint64_t written_bytes_ = 0;
   uint64_t rated_bytes_ = 0;
@@ -251,8 +259,7 @@ class Batch {
     job.stop = stop_;
     const Status ran = train::BatchJob(*prompts_, *files_, &coder, **decoder, job)
                            .run([&](const BatchProgress& progress) {
-                             screen_.show(progress, store_ != nullptr ? store_->traffic()
-                                                                      : base::TrafficReading());
+                             screen_.show(progress, store_);
                            });
     screen_.end(ran.ok());
     SI_RETURN_IF_ERROR(ran);

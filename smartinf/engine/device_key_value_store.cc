@@ -10,6 +10,7 @@
 
 #include "smartinf/base/aligned_buffer.h"
 #include "smartinf/base/check.h"
+#include "smartinf/base/clock.h"
 #include "smartinf/base/log.h"
 #include "smartinf/base/units.h"
 #include "smartinf/csd/device.h"
@@ -53,6 +54,7 @@ class DeviceStore final : public KeyValueStore {
     for (const auto& device : devices_) all += device->store_traffic();
     return all;
   }
+  double wait_seconds() const override { return wait_s_; }
 
  private:
   /// What a device says to a message; stays where it is until then.
@@ -129,6 +131,7 @@ class DeviceStore final : public KeyValueStore {
   std::vector<std::byte> staging_;
   std::deque<Attends> attends_;
   AttendTicket next_ticket_ = 1;
+  double wait_s_ = 0;
   // In the order in which queries come; of the step that is under way, and as the devices know it.
   std::vector<csd::LayerSequence> order_;
   std::vector<csd::LayerSequence> known_order_;
@@ -531,7 +534,9 @@ bool DeviceStore::prefix_is_damaged(const Attending& one) {
 
 Status DeviceStore::finish_query(uint32_t index, Attending& one) {
   // Also of a sequence that has failed: its memory is not the device's any more.
+  const uint64_t begin_ns = base::now_ns();
   const Status attended = wait(one.reply);
+  wait_s_ += base::seconds_since(begin_ns);
   Sequence* sequence = sequences_.find(one.id);
   if (sequence == nullptr) return sequence_not_open(one.id);
   SI_RETURN_IF_ERROR(sequence->failure());

@@ -86,6 +86,8 @@ class KeyValueStore {
   virtual base::Status save() { return {}; }
   /// Bytes that drives have read (up) and written (down) for it since it was opened.
   virtual base::TrafficReading traffic() const { return {}; }
+  /// Seconds for which finish_attend() has waited for devices.
+  virtual double wait_seconds() const { return 0; }
 };
 
 /// Bytes that such a store takes for a sequence.

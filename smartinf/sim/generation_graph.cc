@@ -23,7 +23,7 @@ using plan::DecodeTask;
 using plan::DecodeWork;
 
 constexpr uint64_t kPiecesMax = 8;     // that reads and folds of a half and layer are cut into
-constexpr uint64_t kRowsOfAPass = 16;  // of kernels/row_product over the weights
+constexpr double kRowsOfAPass = 16;   // of kernels/row_product over the weights
 // Norms, rotations, activations, roundings and the choice of tokens beside the products of a step
 // on cores, as a profile has them (docs/results/generate.md).
 constexpr double kBesideProducts = 1.25;
@@ -260,13 +260,23 @@ class GenerationGraph {
   double products_s(double parameters, double touched, double count) const {
     if (count <= 0) return 0;
     const Gpu& gpu = machine_.gpu;
-    const Host& host = machine_.host;
-    const bool rows = !gpu_ && host.decode_flops > 0 && host.decode_bytes_per_s > 0;
-    const double passes = gpu_ ? 1 : std::ceil(count / static_cast<double>(kRowsOfAPass));
-    const double flops =
-        rows ? host.decode_flops / kBesideProducts : gpu.peak_flops * gpu.product_efficiency;
-    const double bytes_per_s = rows ? host.decode_bytes_per_s : gpu.memory_bytes_per_s;
-    return std::max(2 * parameters * count / flops, passes * touched * value_bytes() / bytes_per_s);
+    const double passes = gpu_ ? 1 : std::ceil(count / kRowsOfAPass);
+    if (!gpu_ && machine_.host.decode_flops > 0 && machine_.host.decode_bytes_per_s > 0) {
+      return row_products_s(parameters, passes * touched, count, passes);
+    }
+    return std::max(2 * parameters * count / (gpu.peak_flops * gpu.product_efficiency),
+                    passes * touched * value_bytes() / gpu.memory_bytes_per_s);
+  }
+  /// A pass takes the time of one row, in which it reads the matrices, and each further row adds as
+  /// much: so that 16 rows take what is measured of them. read: parameters, in all passes.
+  double row_products_s(double parameters, double read, double count, double passes) const {
+    constexpr double kMeasuredBytes = 2;  // of a parameter
+    const double first_s = kMeasuredBytes / machine_.host.decode_bytes_per_s;
+    const double whole_s = 2 * kRowsOfAPass / machine_.host.decode_flops;
+    const double further_s = std::max(0.0, (whole_s - first_s) / (kRowsOfAPass - 1));
+    const double beside_s = (kBesideProducts - 1) * whole_s / kRowsOfAPass;
+    return read * value_bytes() / machine_.host.decode_bytes_per_s +
+           parameters * ((count - passes) * further_s + count * beside_s);
   }
   double qkv_parameters() const {
     return hidden() * static_cast<double>((model_.heads + 2 * model_.kv_heads) * model_.head_size);

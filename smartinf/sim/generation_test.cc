@@ -231,6 +231,28 @@ TEST(Generation, APlanSaysFromHowManyDrivesOnSomethingElseLimits) {
   }
 }
 
+TEST(Generation, OnCoresARowAddsItsArithmeticToReadingTheMatrices) {
+  const ModelShape model = generation_model("qwen3-0.6B");
+  Machine machine = drives_only(1);
+  machine.gpu.name = "none";
+  machine.devices.front().on_host_cores = true;
+  machine.host.decode_bytes_per_s = 20e9;
+  machine.host.decode_flops = 16 * 20e9 / 3;  // 16 rows take three times as long as reading
+  machine.host.memory_bytes = 16'000'000'000;
+  const double read_s = 2 / 20e9 *
+                        (static_cast<double>(model.layers) * model.active_parameters() +
+                         static_cast<double>(model.hidden * model.vocabulary));
+  // And what is beside products a quarter of that.
+  for (const auto& [rows, reads] : {std::pair(1, 1 + 0.75 / 16), std::pair(8, 1 + 14.0 / 15 + 0.375),
+                                    std::pair(16, 3.75), std::pair(32, 7.5)}) {
+    GenerationOptions options = asked(64, static_cast<uint64_t>(rows));
+    options.cache = CachePlace::kMemory;
+    const auto times = simulate_generation(model, machine, options);
+    ASSERT_TRUE(times.ok()) << times.status().to_string();
+    EXPECT_NEAR(times->step_s / read_s, reads, 0.01 * reads) << rows;
+  }
+}
+
 TEST(Generation, KeysAndValuesAreInMemoryWhereThatIsFaster) {
   const ModelShape model = generation_model("qwen3-0.6B");
   Machine machine = drives_only(1);

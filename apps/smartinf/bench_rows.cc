@@ -1,44 +1,35 @@
 // smartinf bench rows: steps of a table on devices of which each touches few rows, beside reading
 // as many pages at random and writing as many bytes of log with nothing else.
 #include <algorithm>
-#include <array>
-#include <cerrno>
 #include <cmath>
-#include <cstring>
 #include <filesystem>
 #include <memory>
 #include <numeric>
-#include <random>
 #include <span>
 #include <string>
 #include <thread>
 #include <utility>
 #include <vector>
 
-#include <fcntl.h>
 #include <fmt/format.h>
 #include <nlohmann/json.hpp>
 
-#include "smartinf/base/aligned_buffer.h"
-#include "smartinf/base/checksum.h"
 #include "smartinf/base/clock.h"
 #include "smartinf/base/row_pages.h"
 #include "smartinf/base/units.h"
-#include "smartinf/csd/messages/rows/row_cache.h"
 #include "smartinf/engine/local_source.h"
 #include "smartinf/engine/row_tables.h"
 #include "smartinf/engine/updater.h"
 #include "smartinf/kernels/row_rules.h"
 #include "smartinf/kernels/update.h"
-#include "smartinf/plan/row_schedule.h"
 #include "smartinf/serve/options.h"
 #include "smartinf/sim/row_ids.h"
 #include "smartinf/sim/row_tables.h"
-#include "smartinf/storage/file_descriptor.h"
-#include "smartinf/storage/ring.h"
+#include "smartinf/storage/row_format.h"
 
 #include "apps/smartinf/commands.h"
 #include "apps/smartinf/median.h"
+#include "apps/smartinf/row_rates.h"
 
 namespace smartinf::apps {
 namespace {
@@ -58,105 +49,6 @@ struct RowsOptions {
   bool json = false;
 
   uint64_t row_count() const { return static_cast<uint64_t>(rows); }
-};
-
-/// Reads pages of a device's file of tables at random, and writes a file from its start on.
-class Alone {
- public:
-  // As the file of rows reads and writes its log.
-  static constexpr uint32_t kReads = 64;
-  static constexpr uint32_t kWrites = 4;
-  static constexpr uint64_t kWriteBytes = 256 * base::kKiB;
-
-  /// pages: that the table has there, at the file's end. What was never written is read at no cost.
-  base::Status open(const std::string& device, uint64_t page_bytes, uint64_t pages) {
-    page_bytes_ = page_bytes;
-    pages_ = pages;
-    path_ = (std::filesystem::path(device) / storage::kRowFileName).string();
-    written_ = (std::filesystem::path(device) / "bench.log").string();
-    file_ = storage::FileDescriptor(::open(path_.c_str(), O_RDONLY | O_DIRECT | O_CLOEXEC));
-    if (!file_.is_open()) return base::errno_status(errno, "cannot read", path_);
-    log_ = storage::FileDescriptor(
-        ::open(written_.c_str(), O_RDWR | O_CREAT | O_DIRECT | O_CLOEXEC, 0666));
-    if (!log_.is_open()) return base::errno_status(errno, "cannot write", written_);
-    std::error_code error;
-    first_page_ = std::filesystem::file_size(path_, error) / page_bytes - pages;
-    SI_ASSIGN_OR_RETURN(ring_, storage::make_ring({.depth = kReads}));
-    SI_ASSIGN_OR_RETURN(read_file_, ring_->add_file(file_.get(), path_));
-    SI_ASSIGN_OR_RETURN(write_file_, ring_->add_file(log_.get(), written_));
-    SI_ASSIGN_OR_RETURN(memory_, base::AlignedBuffer::allocate(
-                                     std::max(kReads * page_bytes, kWrites * kWriteBytes)));
-    (void)ring_->register_memory(memory_.bytes());
-    return {};
-  }
-  ~Alone() {
-    std::error_code error;
-    std::filesystem::remove(written_, error);
-  }
-
-  base::Status read(uint64_t pages) {
-    return move(storage::IoOp::kRead, read_file_, kReads, page_bytes_, pages,
-                [&](uint64_t) { return (first_page_ + random_() % pages_) * page_bytes_; });
-  }
-  base::Status write(uint64_t bytes) {
-    SI_RETURN_IF_ERROR(move(storage::IoOp::kWrite, write_file_, kWrites, kWriteBytes,
-                            base::divide_up(bytes, kWriteBytes),
-                            [](uint64_t i) { return i * kWriteBytes; }));
-    return sync();
-  }
-  /// Pages of what write() has written, at random.
-  base::Status write_pages(uint64_t pages, uint64_t written_bytes) {
-    SI_RETURN_IF_ERROR(
-        move(storage::IoOp::kWrite, write_file_, kReads, page_bytes_, pages,
-             [&](uint64_t) { return random_() % (written_bytes / page_bytes_) * page_bytes_; }));
-    return sync();
-  }
-
- private:
-  base::Status sync() {
-    return move(storage::IoOp::kSync, write_file_, 1, 0, 1, [](uint64_t) { return 0; });
-  }
-  template <typename OffsetOf>
-  base::Status move(storage::IoOp op, uint32_t file, uint32_t depth, uint64_t bytes, uint64_t count,
-                    const OffsetOf& offset_of) {
-    uint64_t begun = 0;
-    uint32_t in_flight = 0;
-    const auto start = [&](storage::IoRequest& request) -> base::Status {
-      request.offset_bytes = offset_of(begun++);
-      storage::IoRequest* const one = &request;
-      ++in_flight;
-      return ring_->submit({&one, 1});
-    };
-    for (uint32_t i = 0; i < depth && begun < count; ++i) {
-      requests_[i] = {};
-      requests_[i].op = op;
-      requests_[i].file = file;
-      requests_[i].buffer = memory_.bytes().subspan(i * bytes, bytes);
-      SI_RETURN_IF_ERROR(start(requests_[i]));
-    }
-    while (in_flight > 0) {
-      std::array<storage::IoRequest*, kReads> done{};
-      SI_ASSIGN_OR_RETURN(const size_t reaped, ring_->reap(done, std::chrono::seconds(1)));
-      for (size_t i = 0; i < reaped; ++i) {
-        --in_flight;
-        if (done[i]->outcome < 0) {
-          return base::errno_status(static_cast<int>(-done[i]->outcome), "a transfer failed",
-                                    path_);
-        }
-        if (begun < count) SI_RETURN_IF_ERROR(start(*done[i]));
-      }
-    }
-    return {};
-  }
-
-  std::string path_, written_;
-  storage::FileDescriptor file_, log_;
-  uint64_t page_bytes_ = 0, pages_ = 0, first_page_ = 0;
-  uint32_t read_file_ = 0, write_file_ = 0;
-  base::AlignedBuffer memory_;
-  std::array<storage::IoRequest, kReads> requests_;
-  std::mt19937_64 random_{2};
-  std::unique_ptr<storage::Ring> ring_;  // destroyed first
 };
 
 struct Measured {
@@ -187,121 +79,16 @@ base::Status fill(engine::RowTables& tables, const RowsOptions& options) {
   return {};
 }
 
-/// Seconds that a row takes of the host's thread and of a device's, with nothing on drives. Rows
-/// lie in memory as chance has it, as in a cache that has been in use.
-void time_rows(const RowsOptions& options, uint64_t record_bytes, sim::Machine& machine) {
-  constexpr uint64_t kPagesBytes = 64 * base::kMiB;
-  const uint64_t page_bytes = base::page_bytes(record_bytes);
-  csd::RowCache cache(static_cast<uint32_t>(record_bytes),
-                      std::min<uint64_t>(options.memory_bytes, 256 * base::kMiB));
-  const uint64_t rows = std::min(cache.capacity(), options.row_count());
-  std::vector<uint32_t> shuffled(rows);
-  std::iota(shuffled.begin(), shuffled.end(), 0u);
-  std::shuffle(shuffled.begin(), shuffled.end(), std::mt19937_64(3));
-  for (uint64_t i = 0; i < rows; ++i) (void)cache.insert(shuffled[i], false);
-  base::RowMap index(2 * rows);
-  const std::vector<std::byte> pages(kPagesBytes / page_bytes * page_bytes, std::byte{1});
-  std::mt19937_64 random(4);
-  const uint64_t count = std::min(options.batch, rows / 4);
-  sim::RowIds numbers(rows, 0, true);
-  const auto placement = plan::RowPlacement::make(rows, {0}, base::records_per_page(record_bytes));
-  const uint32_t dim = options.dim;
-  const size_t row_bytes = dim * base::data_type_bytes(options.gradient_type);
-  const kernels::KernelTable& kernels = kernels::kernels();
-  std::vector<std::byte> out(count * row_bytes);
-  uint64_t seal = 0;
-  std::vector<float> sums(count * dim), gradient(dim);
-  kernels::RowOptions rule;
-  rule.rule = options.rule;
-  const kernels::RowScalars scalars = kernels::make_row_scalars(rule, 1e-3, 1, 1);
-  std::vector<double> host_s, row_s, page_s, update_s;
-  for (int pass = 0; pass < 3; ++pass) {
-    const std::vector<int64_t> ids = numbers.next(count);
-    uint64_t begin_ns = base::now_ns();
-    const auto lap = [&](std::vector<double>& times) {
-      times.push_back(base::seconds_since(begin_ns) / static_cast<double>(count));
-      begin_ns = base::now_ns();
-    };
-    // Rows up, then their gradients (engine::RowTables).
-    const plan::RowBatch batch = plan::RowBatch::make(*placement, ids);
-    std::vector<std::byte> up(out);
-    for (size_t i = 0; i < count; ++i) {
-      std::memcpy(up.data() + i * row_bytes, out.data() + batch.place[i] * row_bytes, row_bytes);
-    }
-    base::RowMap places;
-    std::vector<uint32_t> place(count), order(count);
-    for (size_t i = 0; i < count; ++i) {
-      const uint32_t row = placement->local_row(static_cast<uint64_t>(ids[i]));
-      if (places.find(row) == base::RowMap::kNone) places.set(row, static_cast<uint32_t>(i));
-      place[i] = order[i] = static_cast<uint32_t>(i);
-    }
-    const std::vector<float> added(sums);
-    kernels::add_rows(base::DataType::kF32, added.data(), place, dim, sums);
-    std::ranges::sort(order, {}, [&](uint32_t i) { return ids[i]; });
-    for (size_t i = 0; i < count; ++i) {
-      (void)placement->device_of(static_cast<uint64_t>(ids[order[i]]));
-      std::byte* const at = out.data() + i * row_bytes;
-      kernels.cast_from_f32(sums.data() + order[i] * dim, at, options.gradient_type, dim);
-      (void)kernels.partial_norm(at, options.gradient_type, dim);
-    }
-    lap(host_s);
-    for (size_t i = 0; i < count; ++i) {
-      kernels::read_weights(cache.find(batch.rows[0][i], true), dim, options.gradient_type,
-                            out.data() + i * row_bytes);
-    }
-    lap(row_s);
-    std::vector<std::byte> records(count * record_bytes), log(records);
-    std::vector<std::pair<uint32_t, uint32_t>> undo;
-    for (size_t i = 0; i < count; ++i) {
-      const std::span<std::byte> record =
-          std::span(records).subspan(i * record_bytes, record_bytes);
-      std::ranges::copy(cache.find(batch.rows[0][i], false), record.begin());
-      kernels.cast_to_f32(out.data() + i * row_bytes, options.gradient_type, gradient.data(), dim);
-      kernels::update_record(scalars, gradient, record);
-      undo.emplace_back(batch.rows[0][i], index.find(batch.rows[0][i]));
-      index.set(batch.rows[0][i], static_cast<uint32_t>(i));
-      // As into a page of the log, which is sealed, and into the cache.
-      std::ranges::copy(record, log.begin() + static_cast<ptrdiff_t>(i * record_bytes));
-      seal = base::checksum(record, seal);
-      std::ranges::copy(record, cache.find(batch.rows[0][i], false).begin());
-      cache.release(batch.rows[0][i]);
-    }
-    lap(update_s);
-    for (size_t i = 0; i < count; ++i) {
-      const uint64_t at = random() % (pages.size() / page_bytes) * page_bytes;
-      seal = base::checksum(std::span(pages).subspan(at, page_bytes), seal);
-      const auto row = static_cast<uint32_t>(rows + (pass * count + i) % rows);
-      if (index.find(row) != base::RowMap::kNone || !cache.find(row, false).empty()) continue;
-      const std::span<std::byte> record = cache.insert(row, true);
-      std::ranges::copy(std::span(pages).subspan(at, record_bytes), record.begin());
-      kernels::read_weights(record, dim, options.gradient_type, out.data() + i * row_bytes);
-    }
-    lap(page_s);
-    cache.release_all();
-    for (size_t i = 0; i < count; ++i) {  // as they were
-      if (cache.find(batch.rows[0][i], false).empty()) (void)cache.insert(batch.rows[0][i], false);
-    }
-    for (uint32_t row = 0; row < rows; ++row) {
-      if (cache.find(row, false).empty()) (void)cache.insert(row, false);
-    }
-  }
-  machine.host.row_s = median(host_s);
-  for (sim::DeviceGroup& device : machine.devices) {
-    device.page_s = median(page_s);
-    device.row_s = median(row_s);
-    device.row_bytes_per_s =
-        static_cast<double>(record_bytes) / std::max(1e-9, median(update_s) - median(row_s));
-  }
-}
-
 /// The steps' page reads and log writes with nothing else, on all drives at once.
 base::Status measure_alone(const RowsOptions& options, uint64_t record_bytes, Measured& measured) {
   const uint64_t page = base::page_bytes(record_bytes);
   const auto devices = options.devices.size();
   const uint64_t pages_here = base::row_pages(options.row_count() / devices, record_bytes);
-  std::vector<Alone> alone(devices);
+  std::vector<PagesAlone> alone(devices);
   for (size_t d = 0; d < devices; ++d) {
-    SI_RETURN_IF_ERROR(alone[d].open(options.devices[d], page, pages_here));
+    const std::filesystem::path folder(options.devices[d]);
+    SI_RETURN_IF_ERROR(alone[d].open((folder / storage::kRowFileName).string(),
+                                     (folder / "bench.log").string(), page, pages_here));
   }
   const auto everywhere = [&](std::vector<double>& times, const auto& work) -> base::Status {
     std::vector<base::Status> outcomes(devices);
@@ -322,11 +109,12 @@ base::Status measure_alone(const RowsOptions& options, uint64_t record_bytes, Me
     const auto reads = static_cast<uint64_t>(measured.read_bytes[i]) / page / devices;
     const auto log = static_cast<uint64_t>(measured.log_bytes[i]) / devices;
     SI_RETURN_IF_ERROR(
-        everywhere(measured.alone_read_s, [&](Alone& one) { return one.read(reads); }));
-    SI_RETURN_IF_ERROR(everywhere(writes_s, [&](Alone& one) { return one.write(log); }));
-    SI_RETURN_IF_ERROR(everywhere(syncs_s, [&](Alone& one) { return one.write_pages(1, log); }));
+        everywhere(measured.alone_read_s, [&](PagesAlone& one) { return one.read(reads); }));
+    SI_RETURN_IF_ERROR(everywhere(writes_s, [&](PagesAlone& one) { return one.write(log); }));
     SI_RETURN_IF_ERROR(
-        everywhere(page_writes_s, [&](Alone& one) { return one.write_pages(reads, log); }));
+        everywhere(syncs_s, [&](PagesAlone& one) { return one.write_pages(1, log); }));
+    SI_RETURN_IF_ERROR(
+        everywhere(page_writes_s, [&](PagesAlone& one) { return one.write_pages(reads, log); }));
     measured.alone_s.push_back(measured.alone_read_s.back() + writes_s.back());
     pages += static_cast<double>(reads);
     log_bytes += static_cast<double>(log);
@@ -394,7 +182,9 @@ base::Result<Measured> measure(engine::Updater& updater, const RowsOptions& opti
     measured.down_bytes.push_back(static_cast<double>(moved.host_link.down_total()));
   }
   SI_RETURN_IF_ERROR(measure_alone(options, record_bytes, measured));
-  time_rows(options, record_bytes, measured.machine);
+  time_rows({options.row_count(), options.dim, options.batch, options.rule, options.gradient_type,
+             options.memory_bytes},
+            measured.machine);
   sim::RowTable table;
   table.rows = options.row_count();
   table.dim = options.dim;

@@ -14,6 +14,7 @@
 #include <nlohmann/json.hpp>
 
 #include "smartinf/base/clock.h"
+#include "smartinf/base/log.h"
 #include "smartinf/base/nearest.h"
 #include "smartinf/base/thread_team.h"
 #include "smartinf/base/units.h"
@@ -29,6 +30,7 @@
 #include "apps/smartinf/decode_rate.h"
 #include "apps/smartinf/loopback_rate.h"
 #include "apps/smartinf/machine.h"
+#include "apps/smartinf/row_rates.h"
 #include "apps/smartinf/update_rate.h"
 
 namespace smartinf::apps {
@@ -268,6 +270,13 @@ base::Result<sim::DeviceGroup> measure_device(const std::string& path, const Cor
   SI_ASSIGN_OR_RETURN(const double cores_bytes, measure_drive_cores(path, rates.cores));
   device.cores_bytes_per_s = rounded(cores_bytes);
   device.sync_bytes_per_s = rounded(tuning.sync_bytes_per_second);
+  if (const base::Status pages = measure_pages(path, device); !pages.ok()) {
+    base::log(base::LogLevel::kWarning,
+              "pages of tables' rows are taken to be as fast as other bytes: " + pages.to_string());
+  }
+  device.page_reads_per_s = rounded(device.page_reads_per_s);
+  device.page_writes_per_s = rounded(device.page_writes_per_s);
+  device.sync_s = rounded(device.sync_s);
   device.link_bytes_per_s = rounded(rates.copy_bytes / 2);
   device.update_bytes_per_s = rounded(rates.update_bytes / static_cast<double>(devices));
   device.decompress_bytes_per_s = rounded(rates.expand_bytes / static_cast<double>(devices));
@@ -308,6 +317,13 @@ base::Result<sim::Machine> measure_machine(const CalibrateFlags& flags, CoreRate
     slots.in_flight_bytes = std::max(slots.in_flight_bytes, in_flight_bytes);
     machine.devices.push_back(std::move(device));
   }
+  time_rows({}, machine);
+  machine.host.row_s = rounded(machine.host.row_s);
+  for (sim::DeviceGroup& device : machine.devices) {
+    device.page_s = rounded(device.page_s);
+    device.row_s = rounded(device.row_s);
+    device.row_bytes_per_s = rounded(device.row_bytes_per_s);
+  }
   // Subgroups, slots and transfers as the engine takes them on such drives.
   sim::Software& software = machine.software;
   software.subgroup_elements = plan::kSubgroupElementsMax;
@@ -342,6 +358,8 @@ void print_json(const CalibrateFlags& flags, const sim::Machine& machine, const 
     all[fmt::format("device{}_reads_only_bytes_per_s", d)] = machine.devices[d].reads_only();
     all[fmt::format("device{}_cores_bytes_per_s", d)] = machine.devices[d].cores_bytes_per_s;
     all[fmt::format("device{}_sync_bytes_per_s", d)] = machine.devices[d].sync_bytes_per_s;
+    all[fmt::format("device{}_page_reads_per_s", d)] = machine.devices[d].page_reads_per_s;
+    all[fmt::format("device{}_page_writes_per_s", d)] = machine.devices[d].page_writes_per_s;
   }
   fmt::print("{}\n", all.dump());
 }
@@ -371,6 +389,8 @@ void print_rates(const sim::Machine& machine, const CoreRates& rates) {
                base::format_rate(device.read_bytes_per_s / 2),
                base::format_rate(device.write_bytes_per_s / 2), device.name);
     fmt::print("        {} read alone\n", base::format_rate(device.reads_only()));
+    fmt::print("rows    {:.0f} pages of 4 KiB a second read at random, {:.0f} written\n",
+               device.page_reads_per_s, device.page_writes_per_s);
     if (device.cores_bytes_per_s > 0) {
       fmt::print("cores   {} to and from this drive would take all of their time\n",
                  base::format_rate(device.cores_bytes_per_s));

@@ -145,7 +145,7 @@ struct RowGeometry {
   static constexpr uint64_t kChunkBytes = 256 * base::kKiB;  // of the log, at once
   static constexpr uint32_t kChunks = 4;
   static constexpr uint64_t kReadBytes = 32 * base::kKiB;  // adjacent pages, at once
-  static constexpr uint32_t kReadsMax = 64;
+  static constexpr uint32_t kReadsMax = 128;  // so that the drive has enough while pages are used
 
   RowGeometry() = default;
   explicit RowGeometry(const RowFileLayout& layout);

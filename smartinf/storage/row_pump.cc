@@ -14,6 +14,7 @@ using base::Status;
 namespace {
 
 constexpr std::chrono::seconds kWait{1};  // one look at the queue, which has the watchdog
+constexpr size_t kSubmittedAtOnce = 8;    // the drive need not wait until all that came is used
 constexpr uint64_t kScratchBytes = 2 * kRowHeaderBytes;
 
 uint64_t homes_bytes(const RowGeometry& geometry) {
@@ -111,8 +112,10 @@ Status RowPump::run(const std::function<bool(Piece&)>& next,
   while (flying > 0) {
     SI_RETURN_IF_ERROR(queue_->submit());
     SI_RETURN_IF_ERROR(wait_for_some());
+    size_t taken = 0;
     for (Piece* piece : std::exchange(finished_, {})) {
       --flying;
+      if (++taken % kSubmittedAtOnce == 0) SI_RETURN_IF_ERROR(queue_->submit());
       bool again = false;
       if (!piece->transfer.status.ok()) {
         if (failure.ok()) failure = piece->transfer.status;

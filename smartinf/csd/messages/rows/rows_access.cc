@@ -254,7 +254,9 @@ Status RowsAccess::open(const OpenTables& message) {
 }
 
 Result<storage::CachePlace> RowsAccess::open_place(std::string_view name, uint64_t bytes) const {
-  const storage::StoreOptions store = linked_store_options(parts_.options);
+  storage::StoreOptions store = linked_store_options(parts_.options);
+  using storage::RowGeometry;
+  store.ring.depth = std::max(store.ring.depth, RowGeometry::kReadsMax + RowGeometry::kChunks);
   return parts_.options.open_cache_place
              ? parts_.options.open_cache_place(name, store)
              : storage::open_cache_place(parts_.options.path, name, bytes, store);

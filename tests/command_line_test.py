@@ -425,14 +425,16 @@ class Plan(unittest.TestCase):
             page, machine = (pathlib.Path(folder) / name for name in ("plan.html", "m.toml"))
             text = run("simulate", "--machine", "workstation-gen4", "--print-machine").stdout
             machine.write_text(text.replace("'workstation-gen4'", "'</script> & \"mine\"'", 1), encoding="utf-8")
-            words = ["plan", "llama3-8B", "--batch", "1", "--machine", str(machine)]
+            words = ["plan", "llama3-8B", "--batch", "1", "--machine", str(machine), "--table", "1e6x64"]
             plan = json.loads(run(*words, "--json", "--html", str(page)).stdout)
             text = page.read_text(encoding="utf-8")
             self.assertEqual(text.count("</script>"), 1, "what is in the plan does not end the script")
             shown = json.loads(re.search(r"(?m)^const plan = (.*);$", text).group(1))
             self.assertEqual(shown["machine"], '</script> & "mine"')
-            for key in ("total_s", "buy_next", "overlap_total_s", "fits"):
+            for key in ("total_s", "buy_next", "overlap_total_s", "fits", "table"):
                 self.assertEqual(shown[key], plan[key])
+            for key in set(re.findall(r"\bof\.(\w+)", re.search(r"function rows.*?\n}", text, re.S)[0])):
+                self.assertIn(key, shown["table"])
             self.assertRegex(shown["headline"], r"^It fits, with smartinf train: all 18 units on the GPU")
             self.assertEqual([one["label"] for one in shown["options"] if one["best"]],
                              ["devices update, overlapped: " + plan["recommended"]])

@@ -147,8 +147,9 @@ ordered_json to_json(const sim::Plan& plan) {
 }
 
 /// plan.html with the plan in it, and with what only a picture wants.
-std::string to_html(const sim::Plan& plan) {
+std::string to_html(const sim::Plan& plan, const std::optional<TablePlan>& table) {
   ordered_json all = to_json(plan);
+  all["table"] = table ? to_json(*table) : ordered_json(false);
   const sim::PlanResult result = sim::plan_result(plan);
   const sim::Machine& machine = plan.machine;
   all["headline"] = result.headline;
@@ -319,7 +320,7 @@ int run_plan(const PlanFlags& flags) {
   }
   if (!flags.html.empty()) {
     const base::Status written =
-        base::write_text_file(flags.html, to_html(*plan), "cannot write the report");
+        base::write_text_file(flags.html, to_html(*plan, table), "cannot write the report");
     if (!written.ok()) return report(written);
   }
   if (flags.json) {

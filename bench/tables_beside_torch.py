@@ -2,16 +2,22 @@
 """A table of rows that is larger than memory: steps of smartinf.move_tables beside torch.optim.SparseAdam on tensors of
 torch.from_file, whose pages the kernel brings and writes back. Both run in a cgroup with the same limit of memory, page
 cache included, which needs root; the page cache is dropped before each. Prints a JSON line for each: the median of a
-step's seconds, the bytes that a step reads and writes on the drive, the largest resident memory.
+step's seconds, the bytes that a step reads and writes on the drive, and memory: anonymous before and with the table, and
+the largest that was resident.
 
   bench/tables_beside_torch.py --drive DIR                          1e5 different rows a step
   bench/tables_beside_torch.py --drive DIR --zipf 1 --share 0.05    ids by Zipf's law; memory for a share of the table
 
+A third way, --ways pages, has whole records in one file, mapped, of which the kernel is told that reads are random: what
+any page cache can do for them. Its step reads and writes the records of its rows and computes nothing.
+
 With --share the memory beyond what the process has with a small table is that share of the table's state: for torch
-the kernel's page cache, for smartinf the cache of rows, its buffers and its maps."""
+and pages the kernel's page cache, for smartinf the cache of rows. The buffers of a device and what says where rows are
+(--fixed) come on top, because they do not grow with a table as its cache does."""
 import argparse
 import contextlib
 import json
+import mmap
 import os
 import pathlib
 import shutil
@@ -20,13 +26,14 @@ import subprocess
 import sys
 import time
 
-import numpy
-import torch
-
-from batch_job import drop_page_cache, memory_group
+import numpy  # and torch where a way needs it: its libraries take pages of the process, too
 
 DIM = 64
 RECORD_BYTES = 3 * 4 * DIM  # of SparseAdam: a weight and two moments
+OF_PAGE = 4096 // RECORD_BYTES
+
+
+WAYS = ["torch", "pages", "smartinf"]
 
 
 def ids_of(options):
@@ -41,7 +48,7 @@ def ids_of(options):
         else:
             ranks = numpy.searchsorted(weights, random.random(options.batch) * weights[-1])
             rows = ranks * 2_654_435_761 % options.rows
-        yield torch.from_numpy(rows)
+        yield rows
 
 
 def status(key):
@@ -55,25 +62,48 @@ def moved():
 
 
 def stored(options, drive, name):
+    import torch
+
+    torch.set_num_threads(1)
     return torch.from_file(str(drive / name), shared=True, size=options.rows * DIM, dtype=torch.float32).view(-1, DIM)
 
 
 def by_torch(options, drive):
+    import torch
+
     weight = torch.nn.Parameter(stored(options, drive, "weight"))
     optimizer = torch.optim.SparseAdam([weight], lr=1e-3)
     optimizer.state[weight] = {
         "step": 0, **{name: stored(options, drive, name) for name in ("exp_avg", "exp_avg_sq")}}
 
     def step(ids):
-        torch.nn.functional.embedding(ids, weight, sparse=True).square().sum().backward()
+        torch.nn.functional.embedding(torch.from_numpy(ids), weight, sparse=True).square().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
 
     return step, lambda: None
 
 
+def by_pages(options, drive):
+    with open(drive / "records", "r+b") as file:
+        mapped = mmap.mmap(file.fileno(), 0)
+    mapped.madvise(mmap.MADV_RANDOM)
+    values = numpy.frombuffer(mapped, numpy.float32)
+    shape, strides = (len(values) // 1024, OF_PAGE, RECORD_BYTES // 4), (4096, RECORD_BYTES, 4)
+    records = numpy.lib.stride_tricks.as_strided(values, shape, strides)
+
+    def step(ids):
+        rows = numpy.unique(ids)
+        for some in numpy.array_split(rows, len(rows) // 256 + 1):  # none is brought twice
+            at = some // OF_PAGE, some % OF_PAGE
+            records[at] = records[at] + 1
+
+    return step, lambda: None
+
+
 def by_smartinf(options, drive):
     import smartinf
+    import torch
 
     table = torch.nn.Embedding.from_pretrained(stored(options, drive, "weight"), freeze=False)
     model = torch.nn.ModuleDict({"table": table, "dense": torch.nn.Linear(1, 1)})
@@ -81,7 +111,7 @@ def by_smartinf(options, drive):
     optimizer = smartinf.AdamW(model.named_parameters(), lr=1e-3, devices=[str(drive / "device")], memory_budget="64MiB")
 
     def step(ids):
-        (model["table"](ids).square().sum() + model["dense"](torch.ones(1, 1)).sum()).backward()
+        (model["table"](torch.from_numpy(ids)).square().sum() + model["dense"](torch.ones(1, 1)).sum()).backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -89,13 +119,15 @@ def by_smartinf(options, drive):
 
 
 def worker(way, options):
-    torch.set_num_threads(1)
-    before = status("VmRSS")
-    step, close = {"torch": by_torch, "smartinf": by_smartinf}[way](options, options.drive / "tables_bench")
-    seconds, read, written = [], [], []
+    with contextlib.suppress(ImportError):
+        __import__({"torch": "torch", "pages": "mmap", "smartinf": "smartinf"}[way])
+    before = status("RssAnon")
+    step, close = {"torch": by_torch, "pages": by_pages, "smartinf": by_smartinf}[way](options, options.drive / "tables_bench")
+    seconds, read, written, anonymous = [], [], [], 0
     for i, ids in enumerate(ids_of(options)):
         at, begin = moved(), time.perf_counter()
         step(ids)
+        anonymous = max(anonymous, status("RssAnon"))
         if i >= options.warm_up:
             seconds.append(time.perf_counter() - begin)
             now = moved()
@@ -106,23 +138,27 @@ def worker(way, options):
         "way": way, "rows": options.rows, "state_bytes": options.rows * RECORD_BYTES, "batch": options.batch,
         "zipf": options.zipf, "limit_bytes": options.limit, "memory": options.memory, "step_s": statistics.median(seconds),
         "step_s_all": seconds, "read_bytes": statistics.mean(read), "written_bytes": statistics.mean(written),
-        "resident_before_bytes": before, "anonymous_bytes": status("RssAnon"), "peak_bytes": status("VmHWM")}))
+        "anonymous_before_bytes": before, "anonymous_bytes": anonymous, "peak_bytes": status("VmHWM")}))
 
 
-def write_files(rows, drive):
+def write_files(way, rows, drive):
     """All of their pages, as after training. smartinf takes its rows from the first."""
-    for name in ("weight", "exp_avg", "exp_avg_sq"):
+    sizes = dict.fromkeys(("weight", "exp_avg", "exp_avg_sq"), rows * DIM * 4)
+    if way == "pages":
+        sizes = {"records": -(-rows // OF_PAGE) * 4096}
+    for name, left in sizes.items():
         with open(drive / name, "wb") as file:
-            left = rows * DIM * 4
             while left > 0:
                 left -= file.write(bytes(min(left, 64 << 20)))
 
 
 def run(way, rows, words, limit, drive):
     """limit None: none. Returns the worker's words."""
+    from batch_job import drop_page_cache, memory_group
+
     drive.mkdir(parents=True)
     try:
-        write_files(rows, drive)
+        write_files(way, rows, drive)
         drop_page_cache()
         with memory_group(limit) if limit else contextlib.nullcontext([]) as prefix:
             command = [*prefix, sys.executable, __file__, *words, "--rows", str(rows), "--way", way]
@@ -143,19 +179,23 @@ def main():
     parser.add_argument("--log", default=None, help="of smartinf")
     parser.add_argument("--limit", type=int, default=1 << 30, help="bytes of memory of a process, page cache included")
     parser.add_argument("--share", type=float, help="of the state, for the cache, in place of --limit and --memory")
-    parser.add_argument("--way", choices=["torch", "smartinf"], help="one of them, without a limit")
+    parser.add_argument("--fixed", type=int, default=20 << 20, help="bytes beside smartinf's cache of rows, with --share")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=["torch", "smartinf"])
+    parser.add_argument("--way", choices=WAYS, help="one of them, without a limit")
     options = parser.parse_args()
     if options.way:
         return worker(options.way, options)
-    for way in ("torch", "smartinf"):
+    for way in options.ways:
         words, limit = sys.argv[1:], options.limit
         drive = options.drive / "tables_bench"
         if options.share:
-            cache = int(options.share * options.rows * RECORD_BYTES)
+            cache = int(options.share * options.rows * RECORD_BYTES) + (options.fixed if way == "smartinf" else 0)
             words += ["--memory", str(cache)]
-            small = run(way, 10 * options.batch, [*words, "--memory", "64MiB"], None, drive)
-            limit = small["anonymous_bytes"] + cache
-        print(json.dumps(run(way, options.rows, [*words, "--limit", str(limit)], limit, drive)), flush=True)
+            limit = None  # smartinf reads past the page cache
+            if way != "smartinf":
+                limit = run(way, 10 * options.batch, words, None, drive)["anonymous_bytes"] + cache
+        words += ["--limit", str(limit or 0)]
+        print(json.dumps(run(way, options.rows, words, limit, drive)), flush=True)
 
 
 if __name__ == "__main__":

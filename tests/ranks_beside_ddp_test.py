@@ -1,4 +1,4 @@
-"""`smartinf train` as two ranks beside torch's DistributedDataParallel and AdamW as two ranks, in f32.
+"""`smartinf train` as two ranks beside torch's DistributedDataParallel and pipelining, with AdamW, as two ranks, in f32.
 
 Usage: ranks_beside_ddp_test.py SMARTINF
 """
@@ -11,6 +11,7 @@ from small_models import CONFIGS, WIDE_HEADS, FineTuneCase, make
 
 STEPS = 30
 WORKER = str(pathlib.Path(__file__).with_name("ddp_adamw_worker.py"))
+LR = "1e-3"
 
 
 class RanksBesideDDP(FineTuneCase):
@@ -23,14 +24,27 @@ class RanksBesideDDP(FineTuneCase):
         with Ranks(command, 2) as ranks:
             self.assertEqual(ranks.wait(200), [0, 0], ranks.err(0) + ranks.err(1))
 
-    def test_the_curve_is_that_of_ddp_and_adamw(self):
+    def model(self):
         folder = self.folder / "model"
         make(CONFIGS["qwen3"].__class__(**dict(WIDE_HEADS, vocab_size=256)), folder)
         self.corpus.write_bytes(self.corpus.read_bytes()[:32 * 8 + 1])
+        return folder
+
+    def test_the_curve_is_that_of_ddp_and_adamw(self):
+        folder = self.model()
         self.fine_tune_as_ranks(folder, "here", *self.SAME_BATCH, "--train.micro_batch", "4", "--train.accumulation",
-                                "2", "--train.lr", "1e-3")
-        with Ranks([sys.executable, WORKER, str(folder), str(self.corpus), str(STEPS), "1e-3"], 2) as ranks:
-            self.assertEqual(ranks.wait(200), [0, 0], ranks.err(0) + ranks.err(1))
+                                "2", "--train.lr", LR)
+        self.check_beside(folder, "ddp")
+
+    def test_the_curve_of_stages_is_that_of_torch_pipelining_and_adamw(self):
+        folder = self.model()
+        self.fine_tune_as_ranks(folder, "here", *self.SAME_BATCH, "--train.micro_batch", "2", "--train.accumulation",
+                                "4", "--train.lr", LR, "--ranks.pipeline", "2")
+        self.check_beside(folder, "stages")
+
+    def check_beside(self, folder, how):
+        with Ranks([sys.executable, WORKER, str(folder), str(self.corpus), str(STEPS), LR, how], 2) as ranks:
+            self.assertEqual(ranks.wait(400), [0, 0], ranks.err(0) + ranks.err(1))
             there = [float(line) for line in ranks.out(0).split()]
         here = [loss for _, loss in self.losses("here")]
         self.assertEqual(len(here), len(there))

@@ -143,7 +143,7 @@ def torch_rank(elements, repeats):
 def worker_step(links, worker, count, message_bytes, repeats):
     """Median seconds of a step of our stages."""
     said = run_ranks(links, [worker, "60000", str(1 + repeats), "pipeline", str(round(1e3 * FORWARD_S)),
-                             str(round(1e3 * BACKWARD_S)), str(message_bytes), str(count)])
+                             str(round(1e3 * BACKWARD_S)), str(message_bytes // 2), "1", str(count)])
     return statistics.median([float(line) for line in said.split()[:-1]][1:])
 
 

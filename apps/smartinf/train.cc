@@ -387,6 +387,10 @@ int print_plan(config::LoadedRecipe& loaded, bool start_over) {
   if (!note.empty() && ranks.first()) fmt::print("{}\n", note);
   const Status made = make_data(loaded, ranks, /*start_over=*/false, /*quiet=*/true, interrupt);
   if (!made.ok()) return fail(ranks, made);
+  std::string stages;
+  const Status divided = settle_stages(loaded, ranks, stages);
+  if (!divided.ok()) return fail(ranks, divided);
+  if (!stages.empty() && ranks.first()) fmt::print("{}\n", stages);
   train::Job job{loaded.recipe.options, loaded.recipe.updater, {}, {}, {}};
   Result<std::vector<engine::DeviceOptions>> devices =
       train::share_out_devices(job.updater.devices, ranks.world());
@@ -509,6 +513,9 @@ int run_train(config::LoadedRecipe& loaded, const TrainFlags& flags) {
   const bool start_over = !flags.choice.start_over.empty();
   const Status made = make_data(loaded, ranks, start_over, flags.json, interrupt);
   if (!made.ok()) return fail(ranks, made);
+  std::string stages;
+  const Status divided = settle_stages(loaded, ranks, stages);
+  if (!divided.ok()) return fail(ranks, divided);
   train::Job job{loaded.recipe.options, loaded.recipe.updater, *recipe, flags.choice, {}};
   Result<std::vector<engine::DeviceOptions>> devices =
       train::share_out_devices(job.updater.devices, ranks.world());
@@ -539,6 +546,7 @@ int run_train(config::LoadedRecipe& loaded, const TrainFlags& flags) {
                     Screen(flags.json, !ranks.first(), trainer.options().train, first),
                     Samples(ranks)};
   if (!precision.empty()) training.screen.note(precision);
+  if (!stages.empty()) training.screen.note(stages);
   for (const std::string& line : trainer.describe()) training.screen.note(line);
   if (first > 0 || restarted) training.screen.resumed(first, changes);
   // Where nothing was left to train, the folder may have another recipe.

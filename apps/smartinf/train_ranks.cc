@@ -1,15 +1,23 @@
 #include "apps/smartinf/train_ranks.h"
 
+#include <algorithm>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
+#include <iterator>
+#include <span>
+#include <sstream>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include "smartinf/base/log.h"
+#include "smartinf/base/units.h"
+#include "smartinf/sim/cluster_plan.h"
+#include "smartinf/train/model_source.h"
 #include "smartinf/train/product_rate.h"
 #include "smartinf/train/ranks/device_ranks.h"
 #include "smartinf/train/ranks/environment.h"
@@ -74,6 +82,127 @@ Result<train::Ranks> meet_ranks(config::LoadedRecipe& loaded, Interrupt& interru
   const Status same = check_same_recipe(loaded, ranks);
   SI_RETURN_IF_ERROR(ranks.all_ok("the recipe", same));
   return ranks;
+}
+
+namespace {
+
+/// The recipe's model as the planner sees it.
+Result<sim::ModelShape> shape_of(const train::Options& options) {
+  SI_ASSIGN_OR_RETURN(const train::ModelSource source, train::find_model(options));
+  sim::ModelShape shape;
+  if (!source.config_json.empty()) {
+    SI_ASSIGN_OR_RETURN(shape, sim::model_from_hf_config(source.config_json, source.folder));
+  } else {
+    const model::Architecture& model = source.architecture;
+    shape.name = "the model";
+    shape.type = "llama";
+    shape.layers = model.layers;
+    shape.hidden = model.width;
+    shape.heads = model.heads;
+    shape.kv_heads = model.kv_heads;
+    shape.head_size = model.query_width() / model.heads;
+    shape.feed_forward = model.mlp_width;
+    shape.vocabulary = std::max<uint64_t>(model.vocabulary, 256);  // 0: bytes
+    shape.gated = true;
+    shape.tied = model.tied_head;
+    shape.biases = false;
+    SI_RETURN_IF_ERROR(sim::complete_model(shape));
+  }
+  shape.sequence = options.data.sequence;
+  return shape;
+}
+
+/// Bytes of a message between stages in its short form over those of a whole one.
+double share_of(const train::StageCompression& compression, const train::Options& options,
+                uint64_t width, uint64_t value_bytes) {
+  const uint64_t tokens = uint64_t{options.train.micro_batch} * options.data.sequence;
+  return static_cast<double>(train::compressed_bytes(compression, tokens, width)) /
+         static_cast<double>(tokens * width * value_bytes);
+}
+
+/// The number of stages, and then of each how many gradients are exposed.
+Result<std::vector<uint32_t>> best_stages(const config::LoadedRecipe& loaded, uint32_t world,
+                                          std::string& note) {
+  const train::Options& options = loaded.recipe.options;
+  train::StageCompression compression = options.ranks.compression;
+  SI_ASSIGN_OR_RETURN(const sim::Cluster cluster, sim::load_cluster(options.ranks.cluster));
+  if (cluster.ranks() != world) {
+    return Status(base::ErrorCode::kInvalidArgument,
+                  fmt::format("ranks.cluster ({}) has {} ranks, and there are {}",
+                              options.ranks.cluster, cluster.ranks(), world),
+                  "Start as many, or correct box.ranks");
+  }
+  train::Options with_defaults = options;
+  with_defaults.model = train::with_defaults(options.model);
+  SI_ASSIGN_OR_RETURN(const sim::ModelShape model, shape_of(with_defaults));
+  sim::ClusterRequest request;
+  request.options.rule = loaded.recipe.updater.rule.rule;
+  request.options.format = loaded.recipe.updater.format;
+  request.options.value_bytes = options.train.precision == train::Precision::kF32 ? 4 : 2;
+  request.micro_batch = options.train.micro_batch;
+  request.tokens_per_step =
+      uint64_t{options.train.micro_batch} * options.train.accumulation * options.data.sequence;
+  request.all_boxes = true;
+  if (options.ranks.pipeline != 0) request.pipeline = options.ranks.pipeline;
+  if (options.memory.activations == plan::Activations::kKeep) request.recompute = false;
+  if (options.memory.activations == plan::Activations::kRecompute) request.recompute = true;
+  const bool exposed = compression.form != train::GradientForm::kNone &&
+                       compression.when == train::CompressWhen::kExposed;
+  if (exposed) {
+    request.short_gradient =
+        share_of(compression, options, model.hidden, request.options.value_bytes);
+  }
+  if (compression.forward != train::ActivationForm::kNone) {
+    compression.form = train::GradientForm::kInt8;
+    request.short_activation =
+        share_of(compression, options, model.hidden, request.options.value_bytes);
+  }
+  SI_ASSIGN_OR_RETURN(const sim::ClusterPlan plan, sim::plan_cluster(model, cluster, request));
+  if (plan.best.empty()) {
+    return Status(base::ErrorCode::kOutOfMemory,
+                  fmt::format("no stages that ranks.cluster ({}) has the memory for; nearest: {}",
+                              options.ranks.cluster, plan.lacks),
+                  "Set ranks.pipeline and compress.pipeline_when, or start more ranks");
+  }
+  const sim::ClusterOption& best = plan.best.front();
+  note =
+      fmt::format("stages, by {}: {}; a step is to take {}, bound by {}", options.ranks.cluster,
+                  sim::option_text(plan, best), base::format_seconds(best.step_s), best.bound_by);
+  std::vector<uint32_t> chosen{best.pipeline};
+  for (const uint64_t last : best.exposed) chosen.push_back(static_cast<uint32_t>(last));
+  if (!exposed || best.exposed.empty()) return chosen;
+  note += fmt::format("; exposed gradients of a step, of each stage: {}",
+                      fmt::join(std::span(chosen).subspan(1), ", "));
+  if (std::ranges::count(best.exposed, 0u) == static_cast<int64_t>(best.exposed.size())) {
+    note += ", so compressing them is not worth it";
+  }
+  return chosen;
+}
+
+}  // namespace
+
+Status settle_stages(config::LoadedRecipe& loaded, const train::Ranks& ranks, std::string& note) {
+  train::RankOptions& options = loaded.recipe.options.ranks;
+  const bool exposed = options.compression.form != train::GradientForm::kNone &&
+                       options.compression.when == train::CompressWhen::kExposed;
+  if (options.cluster.empty() || (options.pipeline != 0 && !exposed)) return {};
+  std::vector<uint32_t> chosen{options.pipeline == 0 ? 1 : options.pipeline};
+  if (!ranks.alone()) {
+    Status status;
+    if (ranks.first()) {
+      Result<std::vector<uint32_t>> best = best_stages(loaded, ranks.world(), note);
+      status = best.status();
+      if (best.ok()) chosen = std::move(*best);
+    }
+    SI_RETURN_IF_ERROR(ranks.all_ok("ranks.cluster", status));
+    SI_ASSIGN_OR_RETURN(const std::string first,
+                        ranks.from_first(fmt::format("{}", fmt::join(chosen, " "))));
+    std::istringstream numbers(first);
+    chosen.assign(std::istream_iterator<uint32_t>(numbers), {});
+  }
+  options.pipeline = chosen.front();
+  options.compression.exposed.assign(chosen.begin() + 1, chosen.end());
+  return {};
 }
 
 Status make_data(config::LoadedRecipe& loaded, const train::Ranks& ranks, bool start_over,

@@ -16,6 +16,13 @@ namespace smartinf::apps {
 /// who does not come; kInvalidArgument where another rank has another recipe.
 base::Result<train::Ranks> meet_ranks(config::LoadedRecipe& loaded, Interrupt& interrupt);
 
+/// ranks.pipeline = "auto" becomes what smartinf plan finds for the boxes of ranks.cluster, and
+/// compress.pipeline_when = "exposed" the gradients that it says; with one process one stage. note:
+/// what to say of it. Called by all ranks. Errors: the plan's; kInvalidArgument for another number
+/// of ranks than the boxes have.
+base::Status settle_stages(config::LoadedRecipe& loaded, const train::Ranks& ranks,
+                           std::string& note);
+
 /// make_token_data(): the first rank makes them, then one process of each machine that does not see
 /// them, and the others find them. Called by all ranks.
 base::Status make_data(config::LoadedRecipe& loaded, const train::Ranks& ranks, bool start_over,

@@ -7,6 +7,10 @@
 namespace smartinf::config {
 namespace {
 
+base::NumberOrWord stages_of(uint32_t& stages) {
+  return {&stages, 0, "auto", "the number of stages"};
+}
+
 base::NumberOrWord rank_of(uint32_t& rank) {
   return {&rank, engine::kAnyRank, "auto", "the number of a rank"};
 }
@@ -223,11 +227,14 @@ constexpr auto kKeys = std::to_array<Key>({
            "columns of the matrices of compress.pipeline = \"lowrank\""),
     SI_KEY("compress.pipeline_when", base::by_name(r.options.ranks.compression.when),
            "gradients that compress.pipeline is for: \"epilogue\": the last ones of a step, for "
-           "which the stages before wait; \"always\": all"),
-    SI_KEY(
-        "compress.pipeline_feedback", base::by_name(r.options.ranks.compression.feedback),
-        "treatment of what compress.pipeline loses: \"step\": it is added to the next gradient "
-        "of the step; \"none\": nothing"),
+           "which the stages before wait; \"exposed\": as few of the last ones as make the step "
+           "as short as all would, on the links of ranks.cluster; \"always\": all"),
+    SI_KEY("compress.pipeline_forward", base::by_name(r.options.ranks.compression.forward),
+           "form of the activations that go forward between stages in training: \"none\": whole; "
+           "\"int8\": integers. The losses are then those of no run without it"),
+    SI_KEY("compress.pipeline_feedback", base::by_name(r.options.ranks.compression.feedback),
+           "treatment of what compress.pipeline loses: \"step\": it is added to the next gradient "
+           "of the step; \"none\": nothing"),
     SI_KEY("compress.residual_every", &r.updater.compress.residual_every,
            "steps between writes of the residual to the devices, 2 bytes a parameter; 1: every "
            "step, so that a crash loses none of it; 0: never"),
@@ -300,10 +307,13 @@ constexpr auto kKeys = std::to_array<Key>({
         "gives the same bits with any number of ranks; \"auto\": the same with several ranks, and "
         "in one process one after the other, which takes less memory"),
     SI_KEY(
-        "ranks.pipeline", &r.options.ranks.pipeline,
+        "ranks.pipeline", stages_of(r.options.ranks.pipeline),
         "stages that the layers are divided into (docs/pipeline.md): each rank has the layers and "
         "the state of one stage, and ranks / stages of them share the micro batches; 1: every "
-        "rank computes the whole model"),
+        "rank computes the whole model; \"auto\": what smartinf plan finds for ranks.cluster"),
+    SI_KEY("ranks.cluster", &r.options.ranks.cluster,
+           "file of the boxes and links by which ranks.pipeline = \"auto\" and "
+           "compress.pipeline_when = \"exposed\" choose (docs/cluster.md)"),
     SI_KEY("ranks.chunks", &r.options.ranks.chunks,
            "parts of each stage's layers, which stages compute by turns: weights of several come "
            "from the devices as far as memory does not suffice; 1: all weights of a stage stay in "

@@ -65,6 +65,7 @@ void for_each_path(Recipe& recipe,
   visit("train.run", options.train.run);
   visit("checkpoint.folder", options.checkpoint.folder);
   visit("data.tokenizer", options.data.tokenizer);
+  if (!options.ranks.cluster.empty()) visit("ranks.cluster", options.ranks.cluster);
   for (std::string& path : options.data.paths) visit("data.paths", path);
   for (std::string& path : options.data.validation_paths) visit("data.validation_paths", path);
   for (std::string& named : options.data.evaluation) {

@@ -314,6 +314,14 @@ class ClusterPlanner {
     load.micro_batches = batches_of(option);
     load.message_bytes =
         plan_.options.value_bytes * option.micro_batch * plan_.model.sequence * plan_.model.hidden;
+    const auto of_message = [&](double share) {
+      return static_cast<uint64_t>(share * static_cast<double>(load.message_bytes));
+    };
+    if (request_.short_activation < 1) load.forward_bytes = of_message(request_.short_activation);
+    if (request_.short_gradient < 1) {
+      load.shorts.bytes = of_message(request_.short_gradient);
+      load.shorts.last.assign(option.pipeline, option.accumulation);
+    }
     return load;
   }
 
@@ -530,6 +538,9 @@ class ClusterPlanner {
         at->second.exchange_s += tied_s(option, boxes, stage);
       }
       load.times.push_back(at->second);
+    }
+    if (request_.short_gradient < 1) {
+      option.exposed = load.shorts.last = exposed_gradients(load, cluster_);
     }
     PipelineTimes times = simulate_pipeline(load, cluster_, true);
     option.step_s = times.step_s;

@@ -25,6 +25,10 @@ struct ClusterRequest {
   std::optional<uint64_t> micro_batch;
   std::optional<bool> recompute;
   bool all_boxes = false;  // fewer than all are not tried, and their order is kept: as they run
+  /// Bytes of a message between stages over those of a whole one. Gradients: of those that are
+  /// exposed; 1: none is compressed.
+  double short_gradient = 1;
+  double short_activation = 1;
 };
 
 /// One rank's memory, and its drives.
@@ -52,10 +56,11 @@ struct ClusterOption {
   double tokens_per_s = 0;
   std::string bound_by;
   std::vector<RankNeed> ranks;
-  uint64_t boundary_bytes = 0;  // of a step, of one replica, over each boundary in each direction
-  uint64_t exchange_bytes = 0;  // of a step, sent by one rank to its replicas
-  double cost_per_mtoken = 0;   // 0: no prices given
-  double order_gain = 0;        // seconds of the given order over those of the best, less 1
+  uint64_t boundary_bytes = 0;    // of a step, of one replica, over each boundary in each direction
+  std::vector<uint64_t> exposed;  // gradients that are compressed: exposed_gradients()
+  uint64_t exchange_bytes = 0;    // of a step, sent by one rank to its replicas
+  double cost_per_mtoken = 0;     // 0: no prices given
+  double order_gain = 0;          // seconds of the given order over those of the best, less 1
   bool reordered = false;
   std::vector<Span> spans;  // of a step with a pipeline
 };

@@ -40,6 +40,7 @@ class PipelineGraph {
     }
     channels_.resize(load.ranks(), {kNone, kNone});
     updated_.resize(load.ranks(), kNone);
+    packed_.resize(load.ranks(), kNone);
     synced_.resize(load.ranks(), kNone);
   }
 
@@ -144,6 +145,11 @@ class PipelineGraph {
     }
   }
 
+  bool is_short(uint32_t rank, uint64_t micro_batch) const {
+    const std::vector<uint64_t>& last = load_.shorts.last;
+    return !last.empty() && micro_batch + last[load_.stage(rank)] >= load_.batches(rank);
+  }
+
   /// What an action made, on its way to the neighbour that needs it.
   void send(uint32_t rank, const Action& action,
             std::vector<std::array<std::vector<Computed>, 2>>& made) {
@@ -154,9 +160,18 @@ class PipelineGraph {
     const Computed& from = made[rank][back][action.micro_batch];
     const Computed& needs = made[to][back][action.micro_batch];
     const Link& link = link_of(cluster_, load_.box[rank], load_.box[to]);
-    const TaskIndex sent =
-        graph_.add_task({Stage(load_.message_bytes, uses_of(load_.box[rank], load_.box[to]))},
-                        {from.ready, channels_[rank][back]});
+    uint64_t bytes = load_.message_bytes;
+    TaskIndex made_it = from.ready;
+    if (back && is_short(rank, action.micro_batch)) {
+      bytes = load_.shorts.bytes;
+      // A thread makes one after the other.
+      made_it = graph_.add_task({seconds(load_.shorts.make_s, {})}, {made_it, packed_[rank]});
+      packed_[rank] = made_it;
+    } else if (!back && load_.forward_bytes > 0) {
+      bytes = load_.forward_bytes;
+    }
+    const TaskIndex sent = graph_.add_task({Stage(bytes, uses_of(load_.box[rank], load_.box[to]))},
+                                           {made_it, channels_[rank][back]});
     channels_[rank][back] = sent;
     if (trace_ && load_.box[rank] != load_.box[to]) {
       labels_.push_back({sent,
@@ -239,6 +254,7 @@ class PipelineGraph {
   std::map<std::pair<uint32_t, uint32_t>, uint32_t> links_;
   std::vector<std::array<TaskIndex, 2>> channels_;  // the message before, of each rank and way
   std::vector<TaskIndex> updated_, synced_;         // of the step before, by rank
+  std::vector<TaskIndex> packed_;                   // the short gradient before, by rank
   TaskIndex started_ = kNone;
   std::vector<Label> labels_;
 };
@@ -253,6 +269,9 @@ PipelineTimes simulate_pipeline(const PipelineLoad& load, const Cluster& cluster
   const auto with = [&](uint64_t batches, bool traced) {
     PipelineLoad fewer = load;
     for (uint64_t& of : fewer.micro_batches) of = of - most + batches;
+    for (uint64_t& last : fewer.shorts.last) {
+      if (last >= most) last = batches;
+    }
     return PipelineGraph(fewer, cluster, traced).run();
   };
   PipelineTimes times = with(kBatchesMax, trace);
@@ -264,6 +283,26 @@ PipelineTimes simulate_pipeline(const PipelineLoad& load, const Cluster& cluster
   times.bound_share = std::min(1.0, times.bound_share * larger * times.step_s / all_s);
   times.step_s = all_s;
   return times;
+}
+
+std::vector<uint64_t> exposed_gradients(const PipelineLoad& load, const Cluster& cluster) {
+  constexpr double kNotWorth = 1.005;
+  const uint64_t all = *std::ranges::max_element(load.micro_batches);
+  PipelineLoad tried = load;
+  std::vector<uint64_t>& last = tried.shorts.last;
+  last.assign(load.stages, all);
+  last.front() = 0;
+  const double shortest_s = simulate_pipeline(tried, cluster).step_s;
+  for (uint32_t stage = 1; stage < load.stages; ++stage) {
+    uint64_t least = 0;
+    for (uint64_t most = all; least < most;) {
+      last[stage] = least + (most - least) / 2;
+      const bool enough = simulate_pipeline(tried, cluster).step_s <= kNotWorth * shortest_s;
+      (enough ? most : least) = enough ? last[stage] : last[stage] + 1;
+    }
+    last[stage] = least;
+  }
+  return std::move(last);
 }
 
 double least_step_s(const PipelineLoad& load, const Cluster& cluster) {
@@ -278,13 +317,15 @@ double least_step_s(const PipelineLoad& load, const Cluster& cluster) {
       least_s = std::max(least_s, there_s + batches * each_s + times.exchange_s);
       if (stage + 1 == load.stages) break;
       const uint32_t next = rank + load.replicas;
-      const auto message_s = [&](uint32_t from, uint32_t to) {
+      const auto message_s = [&](uint32_t from, uint32_t to, uint64_t bytes) {
         const Link link = link_of(cluster, load.box[from], load.box[to]);
         const double rate = link.shared();
-        return std::pair(rate > 0 ? static_cast<double>(load.message_bytes) / rate : 0.0,
-                         link.latency_s);
+        return std::pair(rate > 0 ? static_cast<double>(bytes) / rate : 0.0, link.latency_s);
       };
-      for (const auto& [bytes_s, latency_s] : {message_s(rank, next), message_s(next, rank)}) {
+      const uint64_t there = load.forward_bytes > 0 ? load.forward_bytes : load.message_bytes;
+      const uint64_t back = load.shorts.last.empty() ? load.message_bytes : load.shorts.bytes;
+      for (const auto& [bytes_s, latency_s] :
+           {message_s(rank, next, there), message_s(next, rank, back)}) {
         least_s = std::max(least_s, there_s + each_s + batches * bytes_s + latency_s);
         there_s += bytes_s + latency_s;
       }

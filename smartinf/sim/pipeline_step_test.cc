@@ -1,8 +1,12 @@
 #include "smartinf/sim/pipeline_step.h"
 
 #include <algorithm>
+#include <cmath>
+#include <fstream>
 
+#include <fmt/format.h>
 #include <gtest/gtest.h>
+#include <nlohmann/json.hpp>
 
 namespace smartinf::sim {
 namespace {
@@ -97,6 +101,77 @@ TEST(PipelineStep, RanksOfABoxShareItsLink) {
   together.cluster.boxes[0].machine.network.near_bytes_per_s = 100;
   together.load.box = {0, 0, 0, 0};
   EXPECT_LT(together.step_s(), 0.6 * apart.step_s()) << "no link is between them";
+}
+
+TEST(PipelineStep, GradientsAreExposedAsFarAsTheStepWaitsForThem) {
+  const auto exposed = [](uint32_t stages, uint64_t message_s, uint64_t forward_s = 0) {
+    Case one(stages, 20, 4, 4, message_s);
+    one.load.ahead = 2;
+    one.load.forward_bytes = forward_s;
+    const double whole_s = one.step_s();
+    std::vector<uint64_t> found = exposed_gradients(one.load, one.cluster);
+    one.load.shorts.last = found;
+    const double found_s = one.step_s();
+    one.load.shorts.last.assign(stages, 20);
+    EXPECT_LE(found_s, 1.02 * one.step_s());
+    EXPECT_LE(found_s, whole_s - 0.9 * static_cast<double>(message_s));
+    return found;
+  };
+  using Last = std::vector<uint64_t>;
+  EXPECT_EQ(exposed(2, 0), Last({0, 0})) << "nothing to gain";
+  EXPECT_EQ(exposed(2, 4), Last({0, 1})) << "behind the last one nothing is left to compute";
+  EXPECT_EQ(exposed(3, 2), Last({0, 1, 1})) << "fewer than the paper's epilogue";
+  // The link sets the pace of gradients, and no longer that of activations: nearly all.
+  EXPECT_GE(exposed(2, 16, 4)[1], 16u);
+}
+
+TEST(PipelineStep, AShortGradientTakesTimeToMakeAndLessToSend) {
+  Case one(2, 8, 4, 4, 4);
+  one.load.ahead = 2;
+  const double whole_s = one.step_s();
+  one.load.shorts = {.bytes = 1, .make_s = 2, .last = {0, 1}};
+  EXPECT_NEAR(one.step_s(), whole_s - 4 + 1 + 2, 1e-6);
+  one.load.forward_bytes = 1;
+  EXPECT_NEAR(one.step_s(), whole_s - 4 + 1 + 2 - 4 + 1, 1e-6);
+}
+
+TEST(PipelineStep, MeasuredStepsAreMet) {
+  // bench/pipeline_points.py: stages in network namespaces, whose computing sleeps.
+  std::ifstream file(SI_MEASURED_PIPELINES);
+  double apart = 0, most = 0;
+  int rows = 0;
+  for (std::string line; std::getline(file, line); ++rows) {
+    const auto row = nlohmann::json::parse(line);
+    const std::vector<double> forward_s = row["forward_s"];
+    const std::vector<double> backward_s = row["backward_s"];
+    Case one(static_cast<uint32_t>(forward_s.size()), row["micro_batches"], 0, 0);
+    for (size_t stage = 0; stage < forward_s.size(); ++stage) {
+      one.load.times[stage].forward_s = forward_s[stage];
+      one.load.times[stage].backward_s = backward_s[stage];
+    }
+    one.load.ahead = 2;
+    one.load.message_bytes = row["message_bytes"];
+    one.load.forward_bytes = row["forward_bytes"];
+    one.load.shorts = {row["gradient_bytes"], row["make_s"], row["short_last"]};
+    // A box whose links are fast: so the others' interfaces are, too, and each link is its own.
+    const size_t boxes = one.cluster.boxes.size() + 1;
+    one.cluster.boxes.emplace_back().name = "beside";
+    Link link;
+    one.cluster.links.assign(boxes * boxes, link);
+    for (size_t i = 0; i < boxes * boxes; ++i) {
+      const bool beside = i % boxes + 1 == boxes || i / boxes + 1 == boxes;
+      one.cluster.links[i].bytes_per_s = beside ? 1e12 : row["link_bytes_per_s"].get<double>();
+    }
+    const double simulated_s = one.step_s();
+    const double error = std::abs(simulated_s / row["step_s"].get<double>() - 1);
+    fmt::print("{}: measured {:.3f} s, simulated {:.3f} s, {:.1f} %\n", row["point"].dump(),
+               row["step_s"].get<double>(), simulated_s, 100 * error);
+    apart += error;
+    most = std::max(most, error);
+  }
+  ASSERT_GE(rows, 20);
+  fmt::print("{} steps: mean {:.1f} %, worst {:.1f} %\n", rows, 100 * apart / rows, 100 * most);
+  EXPECT_LE(apart / rows, 0.10);
 }
 
 TEST(PipelineStep, AnUpdateRunsBesideTheNextForwardAndInBubbles) {

@@ -17,15 +17,14 @@ using torch::Tensor;
 
 namespace {
 
-/// Values that share a scale.
-constexpr int64_t kCodedBlock = 128;
+constexpr auto kBlock = static_cast<int64_t>(kCodedBlock);
 
 struct Shape {
   int64_t rows = 1;
   int64_t width = 1;
 
   int64_t values() const { return rows * width; }
-  int64_t blocks() const { return (values() + kCodedBlock - 1) / kCodedBlock; }
+  int64_t blocks() const { return (values() + kBlock - 1) / kBlock; }
 };
 
 Shape shape_of(std::span<const int64_t> sizes) {
@@ -92,16 +91,16 @@ Tensor decompressed(const StageCompression& options, const Tensor& bytes, const 
   } else {
     values = values.view(torch::kInt8);
   }
-  const Tensor all = values.view({shape.blocks(), kCodedBlock}).to(torch::kFloat32).mul_(scales_B);
+  const Tensor all = values.view({shape.blocks(), kBlock}).to(torch::kFloat32).mul_(scales_B);
   return all.view({-1}).narrow(0, 0, shape.values()).view({shape.rows, shape.width});
 }
 
 Tensor integers(const StageCompression& options, const Tensor& gradient, const Shape& shape) {
   const int bits = bits_of(options);
   const double most = bits == 8 ? 127 : 7;
-  Tensor values = torch::zeros({shape.blocks() * kCodedBlock}, torch::kFloat32);
+  Tensor values = torch::zeros({shape.blocks() * kBlock}, torch::kFloat32);
   values.narrow(0, 0, shape.values()).copy_(gradient.view({-1}));
-  values = values.view({shape.blocks(), kCodedBlock});
+  values = values.view({shape.blocks(), kBlock});
   const Tensor scales_B = values.abs().amax(1, /*keepdim=*/true).div_(most);
   values = values.div_(scales_B.where(scales_B > 0, torch::ones_like(scales_B))).round_();
   values = values.clamp_(-most, most).to(torch::kInt8).view({-1});
@@ -119,16 +118,17 @@ bool is_compressed(const StageCompression& options, uint32_t stages, uint32_t st
   SI_CHECK(stage > 0 && stage < stages, "a stage that sends nothing back");
   if (options.form == GradientForm::kNone) return false;
   if (options.when == CompressWhen::kAlways) return true;
+  if (options.when == CompressWhen::kExposed) {
+    return micro_batch + options.exposed.at(stage) >= micro_batches;
+  }
   // Behind them the stage before has no forward left to compute meanwhile.
   return micro_batch + (stages - stage) >= micro_batches;
 }
 
 uint64_t compressed_bytes(const StageCompression& options, std::span<const int64_t> sizes) {
   const Shape shape = shape_of(sizes);
-  if (options.form == GradientForm::kLowRank) {
-    return static_cast<uint64_t>(2 * rank_of(options, shape) * (shape.rows + shape.width));
-  }
-  return static_cast<uint64_t>(shape.blocks() * (4 + kCodedBlock * bits_of(options) / 8));
+  return compressed_bytes(options, static_cast<uint64_t>(shape.rows),
+                          static_cast<uint64_t>(shape.width));
 }
 
 Tensor decompress(const StageCompression& options, const Tensor& bytes,

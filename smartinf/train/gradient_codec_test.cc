@@ -77,6 +77,12 @@ TEST(GradientCodec, TheLastMicroBatchesOfAStepAreCompressed) {
   EXPECT_TRUE(is_compressed(epilogue, 4, 3, 16, 15));
   EXPECT_EQ(count(form(GradientForm::kInt8), 2), 16);
   EXPECT_EQ(count({}, 2), 0);
+  const StageCompression exposed{GradientForm::kInt8, 16, CompressWhen::kExposed, {}, {},
+                                 {0, 0, 5, 16}};
+  EXPECT_EQ(count(exposed, 1), 0);
+  EXPECT_EQ(count(exposed, 2), 5);
+  EXPECT_TRUE(is_compressed(exposed, 4, 2, 16, 11));
+  EXPECT_EQ(count(exposed, 3), 16);
 }
 
 }  // namespace

@@ -189,15 +189,34 @@ Status validate(const CheckpointSchedule& checkpoint) {
   return within("checkpoint.keep", checkpoint.keep, 0, uint64_t{1} << 40);
 }
 
-Status validate(const RankOptions& ranks) {
-  SI_RETURN_IF_ERROR(within("ranks.pipeline", ranks.pipeline, 1, 1024));
-  SI_RETURN_IF_ERROR(within("compress.pipeline_rank", ranks.compression.rank, 1, 4096));
-  if (ranks.compression.form != GradientForm::kNone && ranks.pipeline == 1) {
-    return wrong("compress.pipeline", "is set, but ranks.pipeline is 1", "Leave one of them out");
+uint64_t compressed_bytes(const StageCompression& options, uint64_t rows, uint64_t width) {
+  if (options.form == GradientForm::kLowRank) {
+    const uint64_t rank = std::min({uint64_t{options.rank}, rows, width});
+    return sizeof(uint16_t) * rank * (rows + width);
   }
-  if (ranks.compression.form != GradientForm::kNone && ranks.chunks > 1) {
-    return wrong("compress.pipeline",
-                 "is set, but stages of several ranks.chunks send whole gradients",
+  const uint64_t bits = options.form == GradientForm::kInt8 ? 8 : 4;
+  return base::divide_up(rows * width, kCodedBlock) * (sizeof(float) + kCodedBlock * bits / 8);
+}
+
+Status validate(const RankOptions& ranks) {
+  SI_RETURN_IF_ERROR(within("ranks.pipeline", ranks.pipeline, 0, 1024));
+  const StageCompression& compression = ranks.compression;
+  SI_RETURN_IF_ERROR(within("compress.pipeline_rank", compression.rank, 1, 4096));
+  const bool exposed =
+      compression.form != GradientForm::kNone && compression.when == CompressWhen::kExposed;
+  if ((ranks.pipeline == 0 || exposed) && ranks.cluster.empty()) {
+    return wrong(ranks.pipeline == 0 ? "ranks.pipeline" : "compress.pipeline_when",
+                 fmt::format("is \"{}\", but ranks.cluster names no file to choose by",
+                             ranks.pipeline == 0 ? "auto" : "exposed"),
+                 "Make one with smartinf calibrate --links, or by hand (docs/cluster.md)");
+  }
+  const std::string_view compresses =
+      compression.form != GradientForm::kNone ? "compress.pipeline" : "compress.pipeline_forward";
+  if (compression.on() && ranks.pipeline == 1) {
+    return wrong(compresses, "is set, but ranks.pipeline is 1", "Leave one of them out");
+  }
+  if (compression.on() && ranks.chunks > 1) {
+    return wrong(compresses, "is set, but stages of several ranks.chunks send everything whole",
                  "Set ranks.chunks = 1, or leave it out");
   }
   SI_RETURN_IF_ERROR(within("ranks.chunks", ranks.chunks, 0, 1024));

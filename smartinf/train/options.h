@@ -178,12 +178,19 @@ inline constexpr std::array<std::string_view, 4> kGradientFormNames{"none", "low
                                                                     "int4"};
 constexpr base::EnumNames enum_names(GradientForm) { return kGradientFormNames; }
 
+/// Form of the activations that go forward between stages in training.
+enum class ActivationForm : uint8_t { kNone, kInt8 };
+inline constexpr std::array<std::string_view, 2> kActivationFormNames{"none", "int8"};
+constexpr base::EnumNames enum_names(ActivationForm) { return kActivationFormNames; }
+
 /// Micro batches whose gradients are compressed.
 enum class CompressWhen : uint8_t {
   kEpilogue,  // the last ones of a step, for which the stages before wait
+  kExposed,   // as few of the last ones as make the step no longer than all of them would
   kAlways,
 };
-inline constexpr std::array<std::string_view, 2> kCompressWhenNames{"epilogue", "always"};
+inline constexpr std::array<std::string_view, 3> kCompressWhenNames{"epilogue", "exposed",
+                                                                    "always"};
 constexpr base::EnumNames enum_names(CompressWhen) { return kCompressWhenNames; }
 
 /// What becomes of the error of a compressed gradient.
@@ -200,13 +207,24 @@ struct StageCompression {
   uint32_t rank = 16;  // of kLowRank
   CompressWhen when = CompressWhen::kEpilogue;
   ErrorFeedback feedback = ErrorFeedback::kStep;
+  ActivationForm forward = ActivationForm::kNone;
+  /// Of kExposed: how many of the last ones each stage sends in the short form; of the first none.
+  std::vector<uint32_t> exposed = {};
+
+  bool on() const { return form != GradientForm::kNone || forward != ActivationForm::kNone; }
 };
+
+/// Values of an integer form that share a scale.
+inline constexpr uint64_t kCodedBlock = 128;
+/// Bytes of the short form of [rows, width] values.
+uint64_t compressed_bytes(const StageCompression& options, uint64_t rows, uint64_t width);
 
 /// Several processes that train one model together.
 struct RankOptions {
   double timeout_s = 1200;
   SumOrder order = SumOrder::kAuto;
-  uint32_t pipeline = 1;  // stages of layers, each computed by equally many ranks
+  uint32_t pipeline = 1;  // stages of layers, each computed by equally many ranks; 0: "auto"
+  std::string cluster;    // file of boxes and links, for what is chosen by the simulator
   uint32_t chunks = 0;    // of a stage; 1: all its weights stay in memory; 0: as memory allows
   std::string split;      // layers of each stage, "9, 8, 8, 7"; empty: stages of equal computing
   uint32_t tensor = 1;    // refused above

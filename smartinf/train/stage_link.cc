@@ -22,6 +22,13 @@ std::span<std::byte> bytes_of(const Tensor& tensor) {
   return {static_cast<std::byte*>(tensor.data_ptr()), tensor.nbytes()};
 }
 
+StageCompression of_activations(const StageCompression& compression) {
+  StageCompression form;
+  if (compression.forward == ActivationForm::kInt8) form.form = GradientForm::kInt8;
+  form.feedback = ErrorFeedback::kNone;
+  return form;
+}
+
 }  // namespace
 
 StageLink::StageLink(std::shared_ptr<engine::Collectives> ranks, Ends ends,
@@ -31,21 +38,28 @@ StageLink::StageLink(std::shared_ptr<engine::Collectives> ranks, Ends ends,
       ends_(std::move(ends)),
       activations_(activations),
       in_flight_(in_flight),
-      compression_(compression),
-      codec_(compression),
+      lines_{{of_activations(compression), GradientCodec(of_activations(compression))},
+             {compression, GradientCodec(compression)}},
       compressor_("si-stages", [](const std::function<void()>& work) { work(); }) {
   while (stage_ + 1 < ends_.column.size() && ends_.column[stage_] != ranks_->rank()) ++stage_;
 }
 
 void StageLink::begin_step(uint64_t micro_batches) {
   micro_batches_ = micro_batches;
-  awaited_ = sent_ = 0;
-  codec_.begin_step();
+  for (Line& one : lines_) {
+    one.awaited = one.sent = 0;
+    one.codec.begin_step();
+  }
 }
 
-bool StageLink::is_compressed(size_t stage, uint64_t micro_batch) const {
-  return train::is_compressed(compression_, static_cast<uint32_t>(ends_.column.size()),
-                              static_cast<uint32_t>(stage), micro_batches_, micro_batch);
+bool StageLink::shortens(const Line& line) const {
+  return micro_batches_ > 0 && line.form.form != GradientForm::kNone;
+}
+
+bool StageLink::is_short(Way way, size_t stage, uint64_t micro_batch) const {
+  return way == Way::kForward ||
+         is_compressed(lines_[1].form, static_cast<uint32_t>(ends_.column.size()),
+                       static_cast<uint32_t>(stage), micro_batches_, micro_batch);
 }
 
 void StageLink::wait(Message& message) {
@@ -58,16 +72,15 @@ void StageLink::wait(Message& message) {
 void StageLink::post(Way way) {
   Line& from = line(way);
   const auto& rank = way == Way::kForward ? ends_.before : ends_.behind;
-  const bool compressed = compression_.form != GradientForm::kNone && way == Way::kBackward &&
-                          is_compressed(stage_ + 1, awaited_++);
+  const bool in_short = shortens(from) && is_short(way, stage_ + 1, from.awaited++);
   Tensor tensor =
-      compressed ? torch::empty({static_cast<int64_t>(compressed_bytes(compression_, from.sizes))},
-                                torch::kUInt8)
-                 : torch::empty(from.sizes, activations_.device(torch::kCPU));
+      in_short ? torch::empty({static_cast<int64_t>(compressed_bytes(from.form, from.sizes))},
+                              torch::kUInt8)
+               : torch::empty(from.sizes, activations_.device(torch::kCPU));
   const std::lock_guard lock(starting_);
   auto started = ranks_->receive(channel_of(way), bytes_of(tensor), rank.value());
   throw_if_error(started.status());
-  from.receiving.push_back({std::move(tensor), std::move(*started), compressed});
+  from.receiving.push_back({std::move(tensor), std::move(*started), in_short});
   --from.to_post;
 }
 
@@ -86,15 +99,17 @@ Tensor StageLink::receive(Way way) {
   from.receiving.pop_front();
   wait(message);
   if (from.to_post > 0) post(way);
-  if (message.compressed) {
-    message.tensor = decompress(compression_, message.tensor, from.sizes,
+  if (message.is_short) {
+    message.tensor = decompress(from.form, message.tensor, from.sizes,
                                 c10::typeMetaToScalarType(activations_.dtype()));
   }
   return message.tensor.to(activations_.device());
 }
 
-void StageLink::start_send(Line& to, Channel channel, const Tensor& tensor, uint32_t rank,
-                           std::optional<bool> compress) {
+void StageLink::start_send(Way way, const Tensor& tensor, uint32_t rank,
+                           std::optional<bool> shorten) {
+  Line& to = line(way);
+  const Channel channel = channel_of(way);
   while (to.sending.size() >= in_flight_) {
     wait(to.sending.front());
     to.sending.pop_front();
@@ -102,17 +117,17 @@ void StageLink::start_send(Line& to, Channel channel, const Tensor& tensor, uint
   Tensor here = tensor.detach().to(torch::kCPU).contiguous();
   Message& message = to.sending.emplace_back();
   message.tensor = std::move(here);
-  if (!compress) {
+  if (!shorten) {
     sent_bytes_ += message.tensor.nbytes();
     return throw_if_error(send_now(message, channel, rank));
   }
   const torch::Tensor& values = message.tensor;
-  sent_bytes_ +=
-      *compress ? compressed_bytes(compression_, {values.sizes().data(), values.sizes().size()})
-                : values.nbytes();
+  sent_bytes_ += *shorten
+                     ? compressed_bytes(to.form, {values.sizes().data(), values.sizes().size()})
+                     : values.nbytes();
   auto work = std::make_shared<std::packaged_task<base::Status()>>(
-      [this, &message, channel, rank, compress] {
-        if (*compress) message.tensor = codec_.compress(message.tensor);
+      [this, &message, &codec = to.codec, channel, rank, shorten] {
+        if (*shorten) message.tensor = codec.compress(message.tensor);
         return send_now(message, channel, rank);
       });
   message.started = work->get_future();
@@ -128,23 +143,23 @@ base::Status StageLink::send_now(Message& message, Channel channel, uint32_t to)
 
 void StageLink::send(Way way, const Tensor& tensor) {
   const auto& rank = way == Way::kForward ? ends_.behind : ends_.before;
-  std::optional<bool> compress;
-  if (way == Way::kBackward && compression_.form != GradientForm::kNone) {
-    compress = is_compressed(stage_, sent_++);
-  }
-  start_send(line(way), channel_of(way), tensor, rank.value(), compress);
+  Line& to = line(way);
+  std::optional<bool> shorten;
+  if (shortens(to)) shorten = is_short(way, stage_, to.sent++);
+  start_send(way, tensor, rank.value(), shorten);
 }
 
 void StageLink::finish() {
   for (Line& to : lines_) {
     for (; !to.sending.empty(); to.sending.pop_front()) wait(to.sending.front());
   }
+  micro_batches_ = 0;
 }
 
 Tensor StageLink::from_last(const Tensor& mine, int64_t size) {
   if (ends_.column.back() == ranks_->rank()) {
     for (const uint32_t rank : ends_.column) {
-      if (rank != ranks_->rank()) start_send(line(Way::kBackward), Channel::kBackward, mine, rank);
+      if (rank != ranks_->rank()) start_send(Way::kBackward, mine, rank);
     }
     return mine;
   }

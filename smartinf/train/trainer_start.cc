@@ -613,7 +613,7 @@ Result<plan::TrainingPlan> plan_stage(const Job& job, const Options& options,
   pipeline.ahead = plan::most_ahead(all);
   const bool resident = std::ranges::none_of(all, [](auto cost) { return cost == kDoesNotFit; });
   const bool may_loop = options.ranks.chunks != 1 && options.ranks.split.empty() &&
-                        options.ranks.compression.form == GradientForm::kNone &&
+                        !options.ranks.compression.on() &&
                         options.memory.activations != plan::Activations::kKeep;
   if (options.ranks.chunks > 1 || (!resident && may_loop)) {
     return plan_chunks(job, options, model, space, limits, pipeline);

@@ -41,6 +41,10 @@ Status check_ranks(const Options& options, const Ranks& ranks) {
   const auto refuse = [](std::string what, std::string advice) {
     return Status(ErrorCode::kInvalidArgument, std::move(what), std::move(advice));
   };
+  if (stages == 0) {
+    return refuse("ranks.pipeline is \"auto\", and nothing has chosen",
+                  "Name the number of stages here");
+  }
   if (ranks.world() % stages != 0) {
     return refuse(
         fmt::format("ranks.pipeline is {}, and there {}", stages,

@@ -1,26 +1,32 @@
 // One rank of several that only call each other, for tests/ranks_test.py.
 //
 //   rank_worker TIMEOUT_MS ROUNDS [fail|sleep|meet|late|chain AT]
-//   rank_worker TIMEOUT_MS ROUNDS pipeline FORWARD_MS BACKWARD_MS BYTES MICRO_BATCHES
+//   rank_worker TIMEOUT_MS ROUNDS pipeline FORWARD_MS BACKWARD_MS ROWS WIDTH MICRO_BATCHES
+//       [FORM WHEN RANK FORWARD]
 //
 // In each round every channel does every kind of call, among all ranks and among those with even
 // numbers, and checks what comes. Prints "round N", at the end "done"; a failure goes to stderr
 // with exit code 1. fail: this rank gives up in that round; sleep: it does not come to it; meet, on
 // all ranks: they meet there without a limit in time; late: likewise, but after twice the timeout;
 // chain, on all ranks: each waits for a message of the rank before it, and rank 1 sends none.
-// pipeline: each rank is a stage whose computing sleeps (bench/pipeline_beside_torch.py); prints
-// the seconds of each round, a step.
+// pipeline: each rank is a stage whose computing sleeps (bench/pipeline_beside_torch.py); messages
+// are [ROWS, WIDTH] bf16; what follows are compress.pipeline, pipeline_when, pipeline_rank and
+// pipeline_forward. FORWARD_MS and BACKWARD_MS may be lists, "40,60", of each rank. Prints the
+// seconds of each round, a step; before it those of making a short gradient and reading it,
+// where there are any.
 #include <algorithm>
 #include <array>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <span>
+#include <sstream>
 #include <string>
 #include <thread>
 #include <vector>
 
 #include "smartinf/base/clock.h"
+#include "smartinf/base/enum_names.h"
 #include "smartinf/plan/pipeline_schedule.h"
 #include "smartinf/train/ranks/join_ranks.h"
 #include "smartinf/train/stage_link.h"
@@ -148,24 +154,56 @@ Status work(Collectives& ranks, std::chrono::milliseconds timeout, uint64_t roun
   return Status();
 }
 
+/// "40", or "40,60" with a number for each rank.
+std::chrono::milliseconds of_rank(const std::string& list, uint32_t rank) {
+  std::stringstream numbers(list);
+  std::string number;
+  std::getline(numbers, number, ',');
+  for (std::string next; rank > 0 && std::getline(numbers, next, ','); --rank) number = next;
+  return std::chrono::milliseconds(std::stoull(number));
+}
+
 Status pipeline(const Ranks& ranks, uint64_t rounds, std::span<const std::string> arguments) {
   using Way = StageLink::Way;
-  const std::chrono::milliseconds forward_time(std::stoull(arguments[0]));
-  const std::chrono::milliseconds backward_time(std::stoull(arguments[1]));
-  const std::vector<int64_t> sizes{std::stoll(arguments[2])};
-  const uint64_t count = std::stoull(arguments[3]);
   const uint32_t stage = ranks.rank();
+  const std::chrono::milliseconds forward_time = of_rank(arguments[0], stage);
+  const std::chrono::milliseconds backward_time = of_rank(arguments[1], stage);
+  const std::vector<int64_t> sizes{std::stoll(arguments[2]), std::stoll(arguments[3])};
+  const uint64_t count = std::stoull(arguments[4]);
+  StageCompression compression;
+  if (arguments.size() > 8) {
+    compression.form = base::enum_from_name<GradientForm>(arguments[5]).value();
+    compression.when = base::enum_from_name<CompressWhen>(arguments[6]).value();
+    compression.rank = static_cast<uint32_t>(std::stoul(arguments[7]));
+    compression.forward = base::enum_from_name<ActivationForm>(arguments[8]).value();
+  }
   const uint32_t stages = ranks.world();
   StageLink::Ends ends;
   if (stage > 0) ends.before = stage - 1;
   if (stage + 1 < stages) ends.behind = stage + 1;
   const auto ahead = plan::kPipelineAheadMax;
-  StageLink link(ranks.collectives(), ends, torch::dtype(torch::kUInt8),
-                 plan::pipeline_in_flight(stages, 0, count, ahead));
-  const auto message = torch::zeros(sizes, torch::kUInt8);
+  for (uint32_t one = 0; one < stages; ++one) ends.column.push_back(one);
+  StageLink link(ranks.collectives(), ends, torch::dtype(torch::kBFloat16),
+                 plan::pipeline_in_flight(stages, 0, count, ahead), compression);
+  torch::manual_seed(1);
+  const auto message = torch::randn(sizes, torch::kFloat32).to(torch::kBFloat16);
+  if (compression.form != GradientForm::kNone) {
+    GradientCodec codec(compression);
+    std::vector<double> seconds;
+    for (int i = 0; i < 5; ++i) {
+      codec.begin_step();  // the first one of a step takes longer
+      if (compression.when == CompressWhen::kAlways) codec.compress(message);
+      const uint64_t begin_ns = base::now_ns();
+      decompress(compression, codec.compress(message), sizes, torch::kBFloat16);
+      seconds.push_back(base::seconds_since(begin_ns));
+    }
+    std::ranges::sort(seconds);
+    std::printf("%.6f\n", seconds[2]);
+  }
   for (uint64_t round = 0; round < rounds; ++round) {
     SI_RETURN_IF_ERROR(ranks.barrier());
     const uint64_t begin_ns = base::now_ns();
+    link.begin_step(count);
     if (ends.before) link.expect(Way::kForward, sizes, count, 1 + ahead);
     if (ends.behind) link.expect(Way::kBackward, sizes, count, 1 + ahead);
     for (const auto& action : plan::pipeline_actions(stages, stage, count, ahead)) {

@@ -34,8 +34,8 @@ class Distill(TrainCase):
                 "--teacher.from", str(self.teacher), "--engine.io_size", "1MiB", "--engine.io_depth", "4",
                 "--engine.memory_budget", "32MiB", "--train.accelerator", "cpu", *layers, *flags]
 
-    def run_it(self, *arguments, code=0):
-        done = subprocess.run(self.distill(*arguments), capture_output=True, text=True, timeout=300)
+    def run_it(self, *arguments, code=0, **layers):
+        done = subprocess.run(self.distill(*arguments, **layers), capture_output=True, text=True, timeout=300)
         self.assertEqual(done.returncode, code, done.stdout[-2000:] + done.stderr[-2000:])
         return done.stdout + done.stderr
 
@@ -103,13 +103,48 @@ class Distill(TrainCase):
             loss = torch.nn.functional.cross_entropy(logits[0], tokens[0, 1:]).item()
         self.assertLess(abs(loss - said["distilled_loss"]), 1)
 
+        # In 4 bits: what transformers loads is what the packed codes say.
+        said = json.loads(self.run_it("int4", "--json", layers=("--student.quantise", "int4,group=32")).splitlines()[-1])
+        self.assertLess(said["distilled_loss"], said["untrained_loss"])
+        from safetensors.numpy import load_file
+        whole = load_file(self.folder / "int4" / "student" / "model.safetensors")
+        packed = load_file(self.folder / "int4" / "student-int4" / "model.safetensors")
+        matrices = [name for name in whole if name + "_packed" in packed]
+        self.assertEqual(len(matrices), 4 * 7)
+        for name in matrices:
+            words, scales = packed[name + "_packed"].view(numpy.uint32), packed[name + "_scale"]
+            codes = (words[:, :, None] >> numpy.arange(0, 32, 4, dtype=numpy.uint32) & 15).astype(numpy.float32) - 8
+            weights = codes.reshape(scales.shape[0], scales.shape[1], 32) * scales[:, :, None]
+            self.assertEqual(packed[name + "_shape"].tolist(), list(whole[name].shape))
+            self.assertTrue((weights.reshape(whole[name].shape) == whole[name]).all(), name)
+        others = {name for name in packed if "proj" not in name}
+        self.assertEqual(others, set(whole) - set(matrices))
+        self.assertTrue(all((packed[name] == whole[name]).all() for name in others))
+        config = json.loads((self.folder / "int4" / "student-int4" / "config.json").read_text())
+        self.assertEqual(config["quantization_config"]["config_groups"]["group_0"]["weights"]["group_size"], 32)
+        student = transformers.AutoModelForCausalLM.from_pretrained(self.folder / "int4" / "student", dtype=torch.float32)
+        with torch.no_grad():
+            logits = student(tokens[:, :-1]).logits
+        self.assertTrue(torch.isfinite(logits).all())
+        try:
+            import compressed_tensors  # noqa: F401
+        except ImportError:
+            return
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(self.folder / "int4" / "student-int4",
+                                                                   dtype=torch.float32)
+        with torch.no_grad():
+            self.assertTrue(torch.equal(loaded(tokens[:, :-1]).logits, logits))
+
     def test_wrong_options_say_what_to_do(self):
-        for layers, text in (((), "neither student.from nor student.prune"),
+        for layers, text in (((), "none of student.from, student.prune"),
+                             (("--student.quantise", "int8"), "int4,group=64"),
                              (("--student.prune", "ffn=2"), "at most 1"),
                              (("--student.prune", "ffn=0.5", "--distill.inputs", "nobody"), "distill.inputs")):
             done = subprocess.run(self.distill("wrong", layers=layers), capture_output=True, text=True, timeout=60)
             self.assertEqual(done.returncode, 2, done.stderr)
             self.assertIn(text, done.stderr)
+        said = self.run_it("groups", layers=("--student.quantise", "int4"), code=1)
+        self.assertIn("which groups of 128 do not divide", said)
         self.run_it("changed", "--train.validation_batches", "1")
         self.assertIn("train.lr", self.run_it("other", "--train.lr", "1e30", code=1))
         said = self.run_it("changed", "--distill.loss", "cosine", code=1)

@@ -30,34 +30,39 @@ void say(const std::string& line) {
   std::fflush(stdout);
 }
 
-/// A line for the first step of a layer, the last, and one in so many between.
+/// A line for the first step of a layer, or of the student as a whole, the last, and one in so many
+/// between.
 void show_step(const train::StepReport& report, uint32_t block, uint32_t blocks,
-               const train::TrainOptions& options, bool json) {
+               const train::TrainOptions& options, uint64_t whole_steps, bool json) {
+  const uint64_t steps = block == blocks ? whole_steps : options.steps;
   const bool due = report.step % options.log_every == 0;
-  if (!due && report.step != 1 && report.step != options.steps) return;
+  if (!due && report.step != 1 && report.step != steps) return;
   if (json) {
     auto line = nlohmann::ordered_json::parse(report.to_json());
     line["block"] = block;
     return say(line.dump());
   }
+  const std::string part = block == blocks ? "whole student"
+                                           : fmt::format("layer {:>{}}/{}", block + 1,
+                                                         std::to_string(blocks).size(), blocks);
   say(fmt::format(
-      "layer {:>{}}/{}  step {:>{}}/{}  loss {:.3e}  grad norm {:.2e}  lr {:.2e}  {:.3g} s "
+      "{}  step {:>{}}/{}  loss {:.3e}  grad norm {:.2e}  lr {:.2e}  {:.3g} s "
       "(forward {:.3g} backward {:.3g} update {:.3g})",
-      block + 1, std::to_string(blocks).size(), blocks, report.step,
-      std::to_string(options.steps).size(), options.steps, report.loss, report.gradient_norm,
+      part, report.step, std::to_string(steps).size(), steps, report.loss, report.gradient_norm,
       report.lr, report.seconds, report.forward_s, report.backward_s, report.update_s));
 }
 
 void show_summary(const train::DistillSummary& made, bool json) {
   const train::DistillLosses& losses = made.losses;
   if (json) {
-    return say(nlohmann::ordered_json{{"student", made.folder},
-                                      {"micro_batches", made.micro_batches},
-                                      {"teacher_layers", made.teacher_layers},
-                                      {"teacher_loss", losses.teacher},
-                                      {"untrained_loss", losses.untrained},
-                                      {"distilled_loss", losses.distilled}}
-                   .dump());
+    nlohmann::ordered_json line{{"student", made.folder},
+                                {"micro_batches", made.micro_batches},
+                                {"teacher_layers", made.teacher_layers},
+                                {"teacher_loss", losses.teacher},
+                                {"untrained_loss", losses.untrained},
+                                {"distilled_loss", losses.distilled}};
+    if (losses.whole > 0) line["whole_loss"] = losses.whole;
+    return say(line.dump());
   }
   if (made.micro_batches > 0) {
     say(fmt::format(
@@ -68,16 +73,27 @@ void show_summary(const train::DistillSummary& made, bool json) {
   if (losses.teacher > 0) {
     const auto perplexity = [](double loss) { return std::exp(loss); };
     const double gap = perplexity(losses.untrained) - perplexity(losses.teacher);
-    const double closed = perplexity(losses.untrained) - perplexity(losses.distilled);
+    const auto shown = [&](double loss) {
+      const double closed = perplexity(losses.untrained) - perplexity(loss);
+      return fmt::format(
+          "{:.4g}{}", perplexity(loss),
+          gap > 0 ? fmt::format(" ({:.1f} % of the gap closed)", 100 * closed / gap) : "");
+    };
     say(fmt::format(
         "perplexity on data held out: teacher {:.4g}, student before {:.4g}, "
-        "distilled {:.4g}{}",
-        perplexity(losses.teacher), perplexity(losses.untrained), perplexity(losses.distilled),
-        gap > 0 ? fmt::format(" ({:.1f} % of the gap closed)", 100 * closed / gap) : ""));
+        "distilled {}{}",
+        perplexity(losses.teacher), perplexity(losses.untrained), shown(losses.distilled),
+        losses.whole > 0 ? ", then as a whole " + shown(losses.whole) : ""));
   }
   if (const uint64_t bytes = engine::peak_memory_bytes(); bytes > 0) {
     say(fmt::format("memory: at most {} of this process were in the host's memory",
                     base::format_bytes(bytes)));
+  }
+  if (!made.packed.empty()) {
+    say(
+        fmt::format("{} is the student in 4 bits, which loaders of compressed-tensors' "
+                    "pack-quantized read",
+                    made.packed));
   }
   say(fmt::format("done: {} is the student, which transformers loads", made.folder));
 }
@@ -112,7 +128,7 @@ int run_distill(config::LoadedRecipe& loaded, const DistillFlags& flags) {
     if (says) say(line);
   };
   job.show = [&](const train::StepReport& report, uint32_t block, uint32_t blocks) {
-    show_step(report, block, blocks, job.options.train, flags.json);
+    show_step(report, block, blocks, job.options.train, job.distill.whole_steps, flags.json);
   };
   const Result<train::DistillSummary> done = train::distill(job);
   if (done.ok()) {
@@ -137,7 +153,8 @@ void add_distill(CLI::App& app, const Overrides& overrides, Run& run) {
       "Examples:\n"
       "  smartinf distill recipes/distill.toml --teacher.from DIR --student.prune "
       "ffn=0.5,heads=0.75\n"
-      "  smartinf distill recipes/distill.toml --teacher.from DIR --student.from SMALLER\n\n"
+      "  smartinf distill recipes/distill.toml --teacher.from DIR --student.from SMALLER\n"
+      "  smartinf distill recipes/distill.toml --teacher.from DIR --student.quantise int4\n\n"
       "Ctrl-C stops at a committed step, with exit code 130; run again, it resumes.");
   command->callback([flags, &overrides, &run] {
     run = [flags, &overrides] {

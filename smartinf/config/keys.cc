@@ -331,10 +331,14 @@ constexpr auto kKeys = std::to_array<Key>({
            "folder of the teacher, as Hugging Face's save_pretrained() writes it"),
     SI_KEY("student.from", &r.distill.student,
            "folder of the student: as many layers of the same width, which may differ inside; "
-           "empty: what student.prune leaves of the teacher"),
+           "empty: made of the teacher"),
     SI_KEY("student.prune", &r.distill.prune,
            "shares of each layer of the teacher that stay, \"ffn=0.5,heads=0.75\": channels of the "
            "feed-forward part, and groups of heads"),
+    SI_KEY("student.quantise", &r.distill.quantise,
+           "the teacher with layers' matrices rounded to 4 bits, \"int4\" or \"int4,group=64\": "
+           "so many neighbouring weights of a row share a scale, 128 unless given; what is trained "
+           "is which weights are rounded up"),
     SI_KEY("distill.loss", base::by_name(r.distill.loss),
            "loss of a layer's output, a mean over tokens: \"mse\": squared distance from the "
            "teacher's over the teacher's square; \"cosine\": 1 less the cosine"),
@@ -345,6 +349,9 @@ constexpr auto kKeys = std::to_array<Key>({
     SI_KEY("distill.top_k", &r.distill.top_k,
            "most likely tokens of the teacher whose chances the last layer learns, with all others "
            "as one; 0: it learns the teacher's output as the other layers do"),
+    SI_KEY("distill.whole_steps", &r.distill.whole_steps,
+           "steps in which the student then learns these chances as a whole, from logits that are "
+           "kept in the run's folder; 0: none"),
 
     SI_KEY("remote.certificate", &r.updater.remote.certificate,
            "file of this client's certificate (PEM)"),

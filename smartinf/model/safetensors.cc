@@ -36,10 +36,15 @@ const char* type_name(base::DataType type) {
   return "?";
 }
 
+const char* type_name(const TensorInfo& tensor) {
+  if (tensor.integer_bytes == 0) return type_name(tensor.type);
+  return tensor.integer_bytes == 4 ? "I32" : "I64";
+}
+
 }  // namespace
 
 uint64_t TensorInfo::bytes() const {
-  uint64_t bytes = base::data_type_bytes(type);
+  uint64_t bytes = element_bytes();
   for (const uint64_t extent : shape) bytes *= extent;
   return bytes;
 }
@@ -51,7 +56,7 @@ Result<SafetensorsWriter> SafetensorsWriter::create(
   if (!metadata.empty()) header[kMetadata] = metadata;
   uint64_t offset = 0;
   for (const TensorInfo& tensor : tensors) {
-    header[tensor.name] = {{"dtype", type_name(tensor.type)},
+    header[tensor.name] = {{"dtype", type_name(tensor)},
                            {"shape", tensor.shape},
                            {"data_offsets", {offset, offset + tensor.bytes()}}};
     offset += tensor.bytes();

@@ -21,7 +21,11 @@ struct TensorInfo {
   std::string name;
   base::DataType type = base::DataType::kF32;
   std::vector<uint64_t> shape;
+  uint32_t integer_bytes = 0;  // 4 or 8: integers of so many bytes, in place of `type`
 
+  uint64_t element_bytes() const {
+    return integer_bytes != 0 ? integer_bytes : base::data_type_bytes(type);
+  }
   uint64_t bytes() const;
 };
 

@@ -48,21 +48,16 @@ using base::Status;
 struct Shard {
   std::string name;
   std::vector<model::TensorInfo> tensors;
-  uint64_t elements = 0;
+  uint64_t bytes = 0;
 };
 
-std::vector<Shard> cut_into_shards(const plan::ParameterSpace& space, DataType type,
+std::vector<Shard> cut_into_shards(std::vector<model::TensorInfo> tensors,
                                    uint64_t shard_bytes_max) {
   std::vector<Shard> shards;
-  uint64_t bytes = 0;
-  for (const plan::ParameterRange& range : space.ranges()) {
-    model::TensorInfo tensor{range.name, type, range.shape};
-    if (shards.empty() || bytes + tensor.bytes() > shard_bytes_max) {
-      shards.emplace_back();
-      bytes = 0;
-    }
-    bytes += tensor.bytes();
-    shards.back().elements += range.count;
+  for (model::TensorInfo& tensor : tensors) {
+    const uint64_t bytes = tensor.bytes();
+    if (shards.empty() || shards.back().bytes + bytes > shard_bytes_max) shards.emplace_back();
+    shards.back().bytes += bytes;
     shards.back().tensors.push_back(std::move(tensor));
   }
   for (size_t i = 0; i < shards.size(); ++i) {
@@ -73,32 +68,32 @@ std::vector<Shard> cut_into_shards(const plan::ParameterSpace& space, DataType t
   return shards;
 }
 
-// Takes the whole space's elements in order, in pieces of any size.
+// Takes the bytes of all tensors in order, in pieces of any size, or elements that are cast to
+// them.
 class ShardStream {
  public:
   ShardStream(std::string folder, const std::vector<Shard>& shards)
       : folder_(std::move(folder)), shards_(shards) {}
 
+  Status append(std::span<const std::byte> bytes) {
+    while (!bytes.empty()) {
+      SI_RETURN_IF_ERROR(open_shard());
+      const size_t count = std::min<uint64_t>(bytes.size(), left_);
+      SI_RETURN_IF_ERROR(writer_->append(bytes.first(count)));
+      bytes = bytes.subspan(count);
+      SI_RETURN_IF_ERROR(written(count));
+    }
+    return Status();
+  }
   Status append(std::span<const float> elements) {
     while (!elements.empty()) {
-      const Shard& shard = shards_[index_];
-      if (writer_ == nullptr) {
-        // transformers asks for the framework the tensors are meant for.
-        SI_ASSIGN_OR_RETURN(model::SafetensorsWriter writer,
-                            model::SafetensorsWriter::create(folder_ + "/" + shard.name,
-                                                             shard.tensors, {{"format", "pt"}}));
-        writer_ = std::make_unique<model::SafetensorsWriter>(std::move(writer));
-        left_ = shard.elements;
-      }
-      const size_t count = std::min<uint64_t>({elements.size(), left_, kPieceElements});
-      SI_RETURN_IF_ERROR(writer_->append(shard.tensors.front().type, elements.first(count)));
+      SI_RETURN_IF_ERROR(open_shard());
+      const model::TensorInfo& tensor = shards_[index_].tensors.front();
+      const size_t count =
+          std::min<uint64_t>({elements.size(), left_ / tensor.element_bytes(), kPieceElements});
+      SI_RETURN_IF_ERROR(writer_->append(tensor.type, elements.first(count)));
       elements = elements.subspan(count);
-      left_ -= count;
-      if (left_ == 0) {
-        SI_RETURN_IF_ERROR(writer_->finish());
-        writer_.reset();
-        ++index_;
-      }
+      SI_RETURN_IF_ERROR(written(count * tensor.element_bytes()));
     }
     return Status();
   }
@@ -108,10 +103,30 @@ class ShardStream {
  private:
   static constexpr uint64_t kPieceElements = uint64_t{1} << 16;
 
+  Status open_shard() {
+    if (writer_ != nullptr) return Status();
+    const Shard& shard = shards_[index_];
+    // transformers asks for the framework the tensors are meant for.
+    SI_ASSIGN_OR_RETURN(model::SafetensorsWriter writer,
+                        model::SafetensorsWriter::create(folder_ + "/" + shard.name, shard.tensors,
+                                                         {{"format", "pt"}}));
+    writer_ = std::make_unique<model::SafetensorsWriter>(std::move(writer));
+    left_ = shard.bytes;
+    return Status();
+  }
+  Status written(uint64_t bytes) {
+    left_ -= bytes;
+    if (left_ > 0) return Status();
+    SI_RETURN_IF_ERROR(writer_->finish());
+    writer_.reset();
+    ++index_;
+    return Status();
+  }
+
   std::string folder_;
   const std::vector<Shard>& shards_;
   size_t index_ = 0;
-  uint64_t left_ = 0;  // elements of the shard being written
+  uint64_t left_ = 0;  // bytes of the shard being written
   std::unique_ptr<model::SafetensorsWriter> writer_;
 };
 
@@ -505,12 +520,17 @@ Result<std::vector<std::string>> write_model_folder(const std::string& out, Mode
                                                     uint64_t shard_bytes_max) {
   SI_ASSIGN_OR_RETURN(StagedFolder folder, StagedFolder::make(out));
   const bool single = !contents.single_file.empty();
+  if (!contents.read_bytes) {
+    for (const plan::ParameterRange& range : contents.space.ranges()) {
+      contents.tensors.push_back({range.name, contents.type, range.shape});
+    }
+  }
   std::vector<Shard> shards =
-      cut_into_shards(contents.space, contents.type, single ? ~uint64_t{0} : shard_bytes_max);
+      cut_into_shards(std::move(contents.tensors), single ? ~uint64_t{0} : shard_bytes_max);
   if (single) shards.front().name = contents.single_file;
   ShardStream stream(folder.path(), shards);
-  SI_RETURN_IF_ERROR(
-      contents.read([&](std::span<const float> elements) { return stream.append(elements); }));
+  const auto append = [&](auto values) { return stream.append(values); };
+  SI_RETURN_IF_ERROR(contents.read_bytes ? contents.read_bytes(append) : contents.read(append));
   SI_CHECK(stream.complete(), "less than the whole space was written");
 
   TextFiles& texts = contents.texts;

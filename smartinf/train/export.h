@@ -12,6 +12,7 @@
 #include "smartinf/base/float_formats.h"
 #include "smartinf/base/status.h"
 #include "smartinf/engine/reshard.h"
+#include "smartinf/model/safetensors.h"
 #include "smartinf/plan/parameter_space.h"
 #include "smartinf/train/model_source.h"
 #include "smartinf/train/trainer.h"
@@ -49,6 +50,10 @@ struct ModelContents {
   std::string single_file;                     // the name of the one file; empty: as transformers'
   /// Hands over all elements of the space in order, in pieces of any size.
   std::function<base::Status(const std::function<base::Status(std::span<const float>)>& take)> read;
+  /// Of a space that is kept in other tensors: these, and their bytes in order in place of `read`.
+  std::vector<model::TensorInfo> tensors = {};
+  std::function<base::Status(const std::function<base::Status(std::span<const std::byte>)>& take)>
+      read_bytes = {};
 };
 /// Writes them as export_run() does and returns the files' names. Errors: kAlreadyExists, kIo,
 /// those of contents.read.

@@ -247,6 +247,9 @@ Result<std::vector<Batch>> TorchTrainer::next_batches(const std::stop_token& sto
           window_at(options_.data.seed, corpus_.training().count(), first + i * rows + row);
     }
     SI_ASSIGN_OR_RETURN(batches[i], read_batch(corpus_.training(), windows));
+    if (teacher_logits_) {
+      batches[i].teacher = teacher_logits_->at(first / rows + i, weights_.accelerator());
+    }
     targets += batches[i].targets;
   }
   if (ranks_.alone()) return batches;

@@ -170,6 +170,7 @@ class TorchTrainer final : public Trainer {
   ModelSource source_;
   std::vector<model::LoraTarget> targets_;
   Corpus corpus_;
+  std::optional<StoredLogits> teacher_logits_;
   plan::ParameterSpace space_;  // of what is trained
   std::vector<ParameterGroup> groups_;
   double table_lr_factor_;

@@ -31,6 +31,9 @@ struct Job {
   /// trainer is made by all of them in the same order. updater.devices have their ranks
   /// (devices_of_ranks). Rank 0 has the run's folder; the others do not look at it.
   Ranks ranks = {};
+  /// A file (StoredLogits) of a teacher's logits of the run's micro batches, from which the loss is
+  /// the divergence. Empty: the loss is that of the data's tokens.
+  std::string teacher_logits = {};
   /// For tests: instead of what plan_run() finds.
   std::optional<plan::TrainingPlan> plan = {};
 };

@@ -335,6 +335,11 @@ Status TorchTrainer::open_frozen_weights(const Job& job) {
 
 Status TorchTrainer::start(const Job& job, const RunStart& run_start) {
   const TrainOptions& train = options_.train;
+  if (!job.teacher_logits.empty()) {
+    SI_ASSIGN_OR_RETURN(teacher_logits_, StoredLogits::open(job.teacher_logits));
+    SI_CHECK(teacher_logits_->micro_batches() >= train.steps * train.accumulation,
+             "logits of fewer micro batches than the run has");
+  }
   for (const engine::DeviceOptions& device : job.updater.devices) {
     run_.record.devices.push_back(device.path);
   }

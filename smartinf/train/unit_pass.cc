@@ -45,7 +45,7 @@ struct HeadGradients {
 
 /// The sum over the batch's targets, divided by `targets`; gradients of it where they are wanted.
 /// Logits are made for some rows at a time and leave nothing behind but that. Rows whose target
-/// does not count have none.
+/// does not count have none. The loss is cross entropy, or the divergence from a teacher's logits.
 double head_loss(const Model& model, const Tensor& h_MC, const Tensor& matrix_VC,
                  const Batch& batch, double targets, HeadGradients* gradients) {
   const auto counted = static_cast<int64_t>(batch.targets);
@@ -68,14 +68,27 @@ double head_loss(const Model& model, const Tensor& h_MC, const Tensor& matrix_VC
     const Tensor rows_R = all ? Tensor() : index_R.narrow(0, from, some);
     Tensor part_RC = all ? h_MC.narrow(0, from, some) : h_MC.index_select(0, rows_R);
     if (gradients != nullptr) part_RC = leaf(part_RC);
-    const Tensor part = torch::cross_entropy_loss(
-        model.logits(part_RC, matrix_VC).to(torch::kFloat32), targets_R.narrow(0, from, some),
-        /*weight=*/{}, at::Reduction::Sum);
+    Tensor output = model.logits(part_RC, matrix_VC);
+    Tensor gradient = share;
+    Tensor part;
+    if (batch.teacher) {
+      const TopLogits& all_rows = *batch.teacher;
+      Divergence made =
+          divergence(output, all ? all_rows.rows(from, some)
+                                 : TopLogits{all_rows.token_MK.index_select(0, rows_R),
+                                             all_rows.chances_ML.index_select(0, rows_R)});
+      part = std::move(made.loss);
+      gradient = made.gradient_RV.mul_(share).to(output.scalar_type());
+    } else {
+      output = part =
+          torch::cross_entropy_loss(output.to(torch::kFloat32), targets_R.narrow(0, from, some),
+                                    /*weight=*/{}, at::Reduction::Sum);
+    }
     loss = from == 0 ? part.detach() : loss + part.detach();
     if (gradients == nullptr) continue;
     std::vector<Tensor> leaves{part_RC};
     if (matrix_VC.requires_grad()) leaves.push_back(matrix_VC);
-    auto made = torch::autograd::grad({part}, leaves, {share});
+    auto made = torch::autograd::grad({output}, leaves, {gradient});
     if (all) {
       h_gradients.push_back(std::move(made[0]));
     } else {

@@ -25,6 +25,7 @@
 #include "smartinf/train/spooled_buffers.h"
 #include "smartinf/train/stage_link.h"
 #include "smartinf/train/step_report.h"
+#include "smartinf/train/top_logits.h"
 #include "smartinf/train/unit_inputs.h"
 
 namespace smartinf::train {
@@ -34,6 +35,7 @@ struct Batch {
   torch::Tensor targets_BT;  // the token after each; kNoTarget (-100): it does not count
   uint64_t targets = 0;      // targets that count
   DocumentEnds document_ends = {};
+  std::optional<TopLogits> teacher = {};  // by row: the loss is the divergence from these
 };
 
 /// Threads: one caller; torch's own threads work inside. Errors: torch throws; StatusError of the

@@ -1,6 +1,7 @@
 #include "smartinf/train/distill/block_trainer.h"
 
 #include <algorithm>
+#include <array>
 #include <utility>
 
 #include <fmt/format.h>
@@ -19,6 +20,13 @@ using base::Result;
 using base::Status;
 using torch::Tensor;
 
+namespace {
+
+constexpr const char* kNearest = "rounded_to_nearest";
+constexpr double kOffsetRate = 5;  // by train.lr, as which those of weights do
+
+}  // namespace
+
 engine::UpdaterOptions options_of_block(engine::UpdaterOptions options, uint32_t block) {
   for (engine::DeviceOptions& device : options.devices) {
     device.path += fmt::format("/block-{:03}", block);
@@ -35,16 +43,20 @@ plan::ParameterSpace space_of_block(const plan::ParameterSpace& space, const pla
   return of_block;
 }
 
+bool rounded_to_nearest(const std::string& client_metadata) {
+  return nlohmann::json::parse(client_metadata).value(kNearest, false);
+}
+
 BlockTrainer::BlockTrainer(const Options& options, std::unique_ptr<engine::Updater> updater,
-                           uint64_t elements)
-    : options_(options),
-      weights_N_(
-          torch::empty({static_cast<int64_t>(elements)}, torch::dtype(scalar_type(options.type)))),
-      updater_(std::move(updater)) {}
+                           std::optional<Rounding> rounding, uint64_t elements)
+    : options_(options), updater_(std::move(updater)), rounding_(std::move(rounding)) {
+  trained_N_ =
+      torch::empty({static_cast<int64_t>(elements)}, torch::dtype(scalar_type(trained_type())));
+}
 
 engine::WeightsSink BlockTrainer::sink() const {
-  auto* const begin = static_cast<std::byte*>(weights_N_.data_ptr());
-  const uint64_t bytes = base::data_type_bytes(options_.type);
+  auto* const begin = static_cast<std::byte*>(trained_N_.data_ptr());
+  const uint64_t bytes = base::data_type_bytes(trained_type());
   return [begin, bytes](uint64_t first) { return begin + first * bytes; };
 }
 
@@ -52,30 +64,112 @@ Result<std::unique_ptr<BlockTrainer>> BlockTrainer::open(const Options& options,
                                                          const LayeredModel& student,
                                                          uint32_t block) {
   const plan::Unit layer = student.layer_span(block);
-  const plan::ParameterSpace space = space_of_block(options.parameters.space, layer);
+  std::optional<Rounding> rounding;
+  if (options.exact != nullptr) {
+    SI_ASSIGN_OR_RETURN(rounding, Rounding::of(*options.exact, block, options.group));
+  }
+  const plan::ParameterSpace space =
+      rounding ? rounding->space() : space_of_block(options.parameters.space, layer);
   SI_ASSIGN_OR_RETURN(std::unique_ptr<engine::Updater> updater,
                       engine::Updater::open(options_of_block(options.updater, block), space));
-  const std::string metadata =
-      nlohmann::ordered_json{{"distill", options.identity}, {"block", block}}.dump();
+  nlohmann::ordered_json metadata{{"distill", options.identity}, {"block", block}};
+  const std::string text = metadata.dump();
+  metadata[kNearest] = true;
   if (updater->fresh()) {
     SI_RETURN_IF_ERROR(updater->initialize(
         [&](uint64_t first, std::span<float> out) {
-          return student.files().read(layer.first + first, out);
+          if (!rounding) return student.files().read(layer.first + first, out);
+          std::ranges::fill(out, 0.0f);
+          return Status();
         },
-        metadata));
-  } else if (updater->client_metadata() != metadata) {
+        text));
+  } else if (updater->client_metadata() != text && updater->client_metadata() != metadata.dump()) {
     return Status(
         ErrorCode::kMismatch, "the store of this block belongs to another run of smartinf distill",
         "Name that run's folder as train.run with its options, or other devices",
         base::ErrorPlace{options_of_block(options.updater, block).devices.front().path, {}, {}, 0});
   }
-  std::unique_ptr<BlockTrainer> made(new BlockTrainer(options, std::move(updater), layer.count));
-  made->metadata_ = metadata;
+  std::unique_ptr<BlockTrainer> made(
+      new BlockTrainer(options, std::move(updater), std::move(rounding), space.count()));
+  made->metadata_ = text;
   made->step_ = made->updater_->committed_step();
-  SI_RETURN_IF_ERROR(made->updater_->load_weights(options.type, made->sink()));
-  made->part_.emplace(student.layer(block, made->weights_N_.to(options.device)));
+  made->nearest_ = rounded_to_nearest(made->updater_->client_metadata());
+  SI_RETURN_IF_ERROR(made->updater_->load_weights(made->trained_type(), made->sink()));
+  made->weights_N_ = made->trained_N_;
+  if (made->rounding_) {
+    made->weights_N_ =
+        torch::empty({static_cast<int64_t>(layer.count)}, torch::dtype(scalar_type(options.type)));
+  }
+  made->weights_N_ = made->weights_N_.to(options.device);
+  if (made->rounding_) made->use_weights();
+  made->part_.emplace(student.layer(block, made->weights_N_));
   made->traffic_ = made->updater_->traffic();
   return made;
+}
+
+/// Those of the update, where the layer computes with them.
+void BlockTrainer::use_weights() {
+  const torch::NoGradGuard no_grad;
+  Tensor weights_N = weights_N_.variable_data();  // leaves are views of it, of which autograd knows
+  if (rounding_) {
+    const Tensor trained = trained_N_.to(options_.device);
+    rounding_->put_weights(nearest_ ? torch::zeros_like(trained) : trained, weights_N);
+  } else if (!options_.device.is_cpu()) {
+    weights_N.copy_(trained_N_);
+  }
+}
+
+BlockTrainer::Computed BlockTrainer::compute(const Sample& sample,
+                                             const LayeredModel::Head* head) const {
+  const Tensor y_BTC = part_->run(sample.input_BTC, sample.documents);
+  if (sample.logits == nullptr) {
+    const Tensor loss = block_loss(options_.loss, y_BTC, sample.target_BTC);
+    return {loss, loss, torch::ones_like(loss)};
+  }
+  HeadLoss made = head_divergence(*head, y_BTC, *sample.logits);
+  return {std::move(made.loss), y_BTC, std::move(made.gradient_BTC)};
+}
+
+/// Of a parameter of the layer, to what is trained of it.
+Status BlockTrainer::put_gradient(const Parameter& parameter, const Tensor& gradient) {
+  const uint64_t first = parameter.first - part_->weights.front().first;
+  const auto put = [&](uint64_t element, const Tensor& values) {
+    const base::DataType type = options_.updater.gradient_type;
+    const Tensor sent = values.to(torch::kCPU, scalar_type(type)).contiguous();
+    return updater_->put_gradient(element, sent.const_data_ptr(), type,
+                                  static_cast<uint64_t>(sent.numel()));
+  };
+  if (!rounding_) return put(first, gradient);
+  const Tensor trained = trained_N_.to(options_.device);
+  int64_t row = 0;  // matrices that are used as one lie one after the other
+  for (const Rounding::Matrix& matrix : rounding_->matrices()) {
+    if (matrix.first < first || matrix.first >= first + static_cast<uint64_t>(gradient.numel())) {
+      continue;
+    }
+    const auto made = rounding_->gradient(matrix, trained, gradient.narrow(0, row, matrix.rows));
+    SI_RETURN_IF_ERROR(put(static_cast<uint64_t>(matrix.offsets), made.offsets_RC));
+    SI_RETURN_IF_ERROR(put(static_cast<uint64_t>(matrix.cuts), made.cuts_RG));
+    row += matrix.rows;
+  }
+  return Status();
+}
+
+/// Leaves the layer with the better ones of its weights.
+void BlockTrainer::judge(std::span<const Sample> samples, const LayeredModel::Head* head) {
+  std::array<double, 2> losses{};  // trained, to nearest
+  for (const bool nearest : {false, true}) {
+    nearest_ = nearest;
+    use_weights();
+    for (const Sample& sample : samples) {
+      losses[size_t{nearest}] += compute(sample, head).loss.item<double>();
+    }
+  }
+  nearest_ = !(losses[0] <= losses[1]);
+  use_weights();
+  if (!nearest_) return;
+  auto metadata = nlohmann::ordered_json::parse(metadata_);
+  metadata[kNearest] = true;
+  metadata_ = metadata.dump();
 }
 
 Result<StepReport> BlockTrainer::train(std::span<const Sample> samples,
@@ -91,23 +185,13 @@ Result<StepReport> BlockTrainer::train(std::span<const Sample> samples,
   std::vector<Tensor> sums;
   for (const Sample& sample : samples) {
     const uint64_t forward_ns = base::now_ns();
-    const Tensor y_BTC = part_->run(sample.input_BTC, sample.documents);
-    Tensor loss;
-    Tensor gradient;
-    Tensor output = y_BTC;
-    if (sample.logits != nullptr) {
-      HeadLoss made = head_divergence(*head, y_BTC, *sample.logits);
-      loss = std::move(made.loss);
-      gradient = std::move(made.gradient_BTC);
-    } else {
-      output = loss = block_loss(options_.loss, y_BTC, sample.target_BTC);
-      gradient = torch::ones_like(loss);
-    }
-    report.loss += loss.item<double>() / static_cast<double>(samples.size());
-    report.tokens += static_cast<uint64_t>(y_BTC.size(0) * y_BTC.size(1));
+    const Computed computed = compute(sample, head);
+    report.loss += computed.loss.item<double>() / static_cast<double>(samples.size());
+    report.tokens += static_cast<uint64_t>(sample.input_BTC.size(0) * sample.input_BTC.size(1));
     const uint64_t backward_ns = base::now_ns();
     report.forward_s += static_cast<double>(backward_ns - forward_ns) * 1e-9;
-    auto made = torch::autograd::grad({output}, leaves, {gradient}, /*retain_graph=*/std::nullopt,
+    auto made = torch::autograd::grad({computed.output}, leaves, {computed.gradient},
+                                      /*retain_graph=*/std::nullopt,
                                       /*create_graph=*/false, /*allow_unused=*/true);
     for (size_t i = 0; i < made.size(); ++i) {
       // The gradient of an expert that no token went through.
@@ -123,12 +207,8 @@ Result<StepReport> BlockTrainer::train(std::span<const Sample> samples,
   report.targets = report.tokens;
 
   SI_RETURN_IF_ERROR(updater_->begin_step());
-  for (size_t i = sums.size(); i-- > 0;) {
-    const Tensor values =
-        sums[i].to(torch::kCPU, scalar_type(options_.updater.gradient_type)).contiguous();
-    SI_RETURN_IF_ERROR(updater_->put_gradient(
-        part_->weights[i].first - part_->weights.front().first, values.const_data_ptr(),
-        options_.updater.gradient_type, static_cast<uint64_t>(values.numel())));
+  for (size_t i = sums.size(); i-- > 0; sums[i] = Tensor()) {
+    SI_RETURN_IF_ERROR(put_gradient(part_->weights[i], sums[i]));
   }
   const double unscale = 1.0 / static_cast<double>(samples.size());
   SI_ASSIGN_OR_RETURN(const engine::GradientSummary summary, updater_->finish_gradients(unscale));
@@ -143,22 +223,15 @@ Result<StepReport> BlockTrainer::train(std::span<const Sample> samples,
   engine::UpdateOptions update;
   update.gradient_scale = unscale * engine::clip_factor(summary.norm, options_.train.clip_norm);
   for (const ParameterGroup& group : options_.parameters.groups) {
-    update.groups.push_back(
-        {.lr = report.lr * group.lr_factor, .weight_decay = group.weight_decay});
+    update.groups.push_back({.lr = report.lr * group.lr_factor * (rounding_ ? kOffsetRate : 1),
+                             .weight_decay = group.weight_decay});
   }
-  SI_RETURN_IF_ERROR(updater_->start_update(update, options_.type, sink()));
-  SI_RETURN_IF_ERROR(updater_->wait_weights(0, static_cast<uint64_t>(weights_N_.numel())));
+  SI_RETURN_IF_ERROR(updater_->start_update(update, trained_type(), sink()));
+  SI_RETURN_IF_ERROR(updater_->wait_weights(0, static_cast<uint64_t>(trained_N_.numel())));
+  use_weights();
+  if (rounding_ && report.step == options_.train.steps) judge(samples, head);
   SI_RETURN_IF_ERROR(updater_->start_commit(metadata_));
   ++step_;
-  if (!options_.device.is_cpu()) {
-    // In place: leaves are views of one tensor there.
-    const torch::NoGradGuard no_grad;
-    int64_t first = 0;
-    for (Tensor& leaf : leaves) {
-      leaf.copy_(weights_N_.narrow(0, first, leaf.numel()).view(leaf.sizes()));
-      first += leaf.numel();
-    }
-  }
   report.seconds = base::seconds_since(begin_ns);
   report.update_s = report.seconds - report.forward_s - report.backward_s;
   const engine::UpdaterTraffic now = updater_->traffic();

@@ -15,6 +15,7 @@
 #include "smartinf/engine/updater.h"
 #include "smartinf/train/distill/layered_model.h"
 #include "smartinf/train/distill/losses.h"
+#include "smartinf/train/distill/rounding.h"
 #include "smartinf/train/options.h"
 #include "smartinf/train/parameter_groups.h"
 #include "smartinf/train/step_report.h"
@@ -27,6 +28,9 @@ engine::UpdaterOptions options_of_block(engine::UpdaterOptions options, uint32_t
 /// Ranges of a layer, from element 0 on. Of a space of groups: theirs.
 plan::ParameterSpace space_of_block(const plan::ParameterSpace& space, const plan::Unit& layer);
 
+/// What a block's store says of the rounding that it ends with.
+bool rounded_to_nearest(const std::string& client_metadata);
+
 /// Threads: one caller. Errors: as StatusError where nothing is returned; torch throws.
 class BlockTrainer {
  public:
@@ -38,6 +42,10 @@ class BlockTrainer {
     base::DataType type = base::DataType::kF32;  // of weights and activations
     torch::Device device;
     std::string identity;  // of the run; a store of another run is refused
+    /// Of a student whose matrices are rounded: whose layers they are before, and in groups of so
+    /// many. The store then has what decides how they are rounded.
+    const LayeredModel* exact = nullptr;
+    uint32_t group = 0;
   };
   /// Opens the block's store, or makes it of the student's weights. All that is referred to
   /// outlives it. Errors: the devices'; kMismatch for another run's store.
@@ -59,20 +67,35 @@ class BlockTrainer {
   };
   /// Makes the next step of these, whose losses are averaged. head: where samples have logits. The
   /// commit goes on behind the next step. Errors: the devices'; kFailedPrecondition for a gradient
-  /// that is not finite.
+  /// that is not finite. A rounded block judges with its last step whether it does better than
+  /// rounded to nearest on the samples; where it does not, its weights are these.
   base::Result<StepReport> train(std::span<const Sample> samples, const LayeredModel::Head* head);
   /// Waits for the commit.
   base::Status finish() { return updater_->flush(); }
 
  private:
-  BlockTrainer(const Options& options, std::unique_ptr<engine::Updater> updater, uint64_t elements);
+  BlockTrainer(const Options& options, std::unique_ptr<engine::Updater> updater,
+               std::optional<Rounding> rounding, uint64_t elements);
   engine::WeightsSink sink() const;
+  base::DataType trained_type() const { return rounding_ ? base::DataType::kF32 : options_.type; }
+  struct Computed {
+    torch::Tensor loss;
+    torch::Tensor output;  // whose gradient is:
+    torch::Tensor gradient;
+  };
+  Computed compute(const Sample& sample, const LayeredModel::Head* head) const;
+  base::Status put_gradient(const Parameter& parameter, const torch::Tensor& gradient);
+  void use_weights();
+  void judge(std::span<const Sample> samples, const LayeredModel::Head* head);
 
   const Options options_;
-  torch::Tensor weights_N_;  // in the host's memory: where updates arrive
+  torch::Tensor trained_N_;  // in the host's memory: where updates arrive
+  torch::Tensor weights_N_;  // of the layer, where it computes
   std::unique_ptr<engine::Updater> updater_;
+  std::optional<Rounding> rounding_;
   std::optional<ModelPart> part_;
   base::StepNumber step_ = 0;
+  bool nearest_ = false;  // a rounded block is rounded to nearest
   std::string metadata_;
   engine::UpdaterTraffic traffic_;
 };

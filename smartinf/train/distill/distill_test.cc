@@ -4,8 +4,12 @@
 #include <fstream>
 #include <iterator>
 
+#include <torch/autograd.h>
+
 #include "smartinf/train/distill/distiller.h"
+#include "smartinf/train/distill/losses.h"
 #include "smartinf/train/distill/prune.h"
+#include "smartinf/train/distill/rounding.h"
 #include "smartinf/train/export.h"
 #include "smartinf/train/test_runs.h"
 
@@ -90,22 +94,33 @@ TEST_F(Distilled, PrunedStudentComesNearer) {
 }
 
 TEST_F(Distilled, SameBitsInPartsAndWhereverItStopped) {
-  for (const BlockInputs inputs : {BlockInputs::kTeacher, BlockInputs::kStudent}) {
-    const std::string name(base::enum_name(inputs));
-    DistillJob whole = job("whole_" + name);
-    whole.distill.inputs = inputs;
+  struct Kind {
+    BlockInputs inputs;
+    std::string quantise;
+  };
+  for (const auto& [inputs, quantise] :
+       {Kind{BlockInputs::kTeacher, ""}, Kind{BlockInputs::kStudent, ""},
+        Kind{BlockInputs::kTeacher, "int4,group=32"}}) {
+    const std::string name = std::string(base::enum_name(inputs)) + quantise;
+    const auto of_kind = [&](const std::string& run) {
+      DistillJob job = this->job(run + name);
+      job.distill.inputs = inputs;
+      job.distill.quantise = quantise;
+      if (!quantise.empty()) job.distill.prune.clear();
+      return job;
+    };
+    DistillJob whole = of_kind("whole_");
     const DistillSummary at_once = run(whole);
     EXPECT_EQ(at_once.teacher_layers, kLayers * at_once.micro_batches);
     const auto losses = losses_;
     const std::string bits = weights(at_once.folder);
     ASSERT_FALSE(bits.empty());
     if (inputs == BlockInputs::kTeacher) {
-      DistillJob parts = job("parts");
+      DistillJob parts = of_kind("parts_");
       parts.steps_at_once = 4;
       EXPECT_TRUE(weights(run(parts).folder) == bits);
     }
-    DistillJob stopped = job("stopped_" + name);
-    stopped.distill.inputs = inputs;
+    DistillJob stopped = of_kind("stopped_");
     auto stopped_losses = losses;
     stopped_losses.clear();
     for (uint64_t starts = 0; stopped_losses.size() < losses.size(); ++starts) {
@@ -124,6 +139,119 @@ TEST_F(Distilled, SameBitsInPartsAndWhereverItStopped) {
     EXPECT_EQ(stopped_losses, losses);
     EXPECT_TRUE(weights(run(stopped).folder) == bits);
   }
+}
+
+TEST_F(Distilled, RoundedBlocksAreBetterThanRoundedToNearest) {
+  DistillJob job = this->job("rounded");
+  job.distill.prune.clear();
+  job.distill.quantise = "int4,group=32";
+  job.distill.top_k = 0;  // the last layer learns its output, too
+  job.options.train.steps = 40;
+  job.options.train.micro_batch = 4;
+  job.options.train.lr = 2e-3;
+  run(job);
+  std::ifstream file(job.options.data.paths.front());
+  const std::string text(std::istreambuf_iterator<char>(file), {});
+  std::vector<int64_t> bytes(text.begin(), text.begin() + 64 * 16);
+  const Batch batch{torch::tensor(bytes).view({64, 16}), {}, 0, {}};
+  const auto open = [&](const std::string& folder) {
+    const auto source = read_model_folder(folder, {}, "");
+    EXPECT_TRUE(source.ok()) << source.status().to_string();
+    auto model =
+        LayeredModel::open(folder, source->architecture, base::DataType::kF32, torch::kCPU, 16);
+    EXPECT_TRUE(model.ok()) << model.status().to_string();
+    return std::move(*model);
+  };
+  const torch::NoGradGuard no_grad;
+  const LayeredModel teacher = open(job.distill.teacher);
+  const LayeredModel nearest = open((runs_.folder() / "rounded" / kUntrainedFolder).string());
+  const LayeredModel trained = open((runs_.folder() / "rounded" / kStudentFolder).string());
+  torch::Tensor x_BTC = teacher.embed(std::span(&batch, 1)).front();
+  for (uint32_t layer = 0; layer < kLayers; ++layer) {
+    const torch::Tensor y_BTC = teacher.layer(layer).run(x_BTC, {});
+    const auto loss = [&](const LayeredModel& model) {
+      return block_loss(BlockLoss::kMse, model.layer(layer).run(x_BTC, {}), y_BTC).item<double>();
+    };
+    EXPECT_GT(loss(nearest), 0) << layer;
+    EXPECT_LT(loss(trained), 0.8 * loss(nearest)) << layer;
+    x_BTC = y_BTC;
+  }
+
+  // A rate that spoils every block: each keeps the weights that it began with.
+  job = this->job("spoilt");
+  job.distill.prune.clear();
+  job.distill.quantise = "int4,group=32";
+  job.options.train.lr = 10;
+  const DistillSummary made = run(job);
+  EXPECT_TRUE(weights(made.folder) ==
+              weights((runs_.folder() / "spoilt" / kUntrainedFolder).string()));
+  EXPECT_EQ(made.losses.distilled, made.losses.untrained);
+  EXPECT_NE(made.losses.distilled, made.losses.teacher);
+}
+
+TEST_F(Distilled, GradientOfRoundingIsAutograds) {
+  const std::string folder = (runs_.folder() / "teacher").string();
+  const auto source = read_model_folder(folder, {}, "");
+  ASSERT_TRUE(source.ok());
+  const auto model =
+      LayeredModel::open(folder, source->architecture, base::DataType::kF32, torch::kCPU, 16);
+  ASSERT_TRUE(model.ok());
+  const auto rounding = Rounding::of(*model, 1, 32);
+  ASSERT_TRUE(rounding.ok()) << rounding.status().to_string();
+  const Rounding::Matrix& matrix = rounding->matrices().back();
+  const int64_t groups = matrix.columns / 32;
+  const int64_t count = matrix.rows * matrix.columns;
+  torch::Tensor trained = torch::zeros({static_cast<int64_t>(rounding->space().count())});
+  trained.narrow(0, matrix.offsets, count).uniform_(-0.4, 0.4);
+  trained.narrow(0, matrix.cuts, count / 32).uniform_(0.05, 0.6);
+  const torch::Tensor by_weight = torch::randn({matrix.rows, matrix.columns});
+  const torch::Tensor w = model->weights_of(1)
+                              .narrow(0, static_cast<int64_t>(matrix.first), count)
+                              .view({matrix.rows, groups, 32});
+  const torch::Tensor offset =
+      trained.narrow(0, matrix.offsets, count).view(w.sizes()).clone().requires_grad_(true);
+  const torch::Tensor cut = trained.narrow(0, matrix.cuts, count / 32)
+                                .view({matrix.rows, groups, 1})
+                                .clone()
+                                .requires_grad_(true);
+  const torch::Tensor largest = w.gather(-1, w.abs().argmax(-1, true));
+  const torch::Tensor scale = (1 - cut) * largest / -8;
+  const torch::Tensor exact = w / scale + offset;
+  const torch::Tensor code = exact.round().clamp(-8, 7);
+  const torch::Tensor follows = exact - exact.detach();  // 0, with the slope 1
+  const torch::Tensor rounded = (code.detach() + follows * (code == exact.round())) * scale;
+  const auto wanted = torch::autograd::grad({rounded}, {offset, cut}, {by_weight.view(w.sizes())});
+  const Rounding::Gradient made = rounding->gradient(matrix, trained, by_weight);
+  EXPECT_TRUE(torch::allclose(made.offsets_RC.flatten(), wanted[0].flatten(), 1e-5, 1e-7));
+  EXPECT_TRUE(torch::allclose(made.cuts_RG.flatten(), wanted[1].flatten(), 1e-4, 1e-6));
+}
+
+TEST_F(Distilled, WholeStudentLearnsTheLogitsThatAreKept) {
+  DistillJob job = this->job("whole_copy");
+  job.distill.prune.clear();
+  job.distill.student = job.distill.teacher;
+  job.distill.whole_steps = 3;
+  const DistillSummary copy = run(job);
+  EXPECT_EQ(losses_.size(), kLayers * kSteps + 3);
+  for (const auto& [block, value] : losses_) EXPECT_EQ(value, 0) << "block " << block;
+  EXPECT_TRUE(weights(copy.folder) == weights(job.distill.teacher));
+
+  job = this->job("whole");
+  job.distill.whole_steps = 40;
+  const DistillSummary made = run(job);
+  EXPECT_LT(made.losses.whole, made.losses.distilled);
+  EXPECT_LT(losses_.back().second, 0.8 * losses_[kLayers * kSteps].second);
+
+  DistillJob stopped = this->job("whole_stopped");
+  stopped.distill.whole_steps = 40;
+  std::stop_source stop;
+  stopped.stop = stop.get_token();
+  stopped.show = [&](const StepReport& report, uint32_t block, uint32_t) {
+    if (block == kLayers && report.step == 17) stop.request_stop();
+  };
+  EXPECT_EQ(distill(stopped).status().code(), base::ErrorCode::kCancelled);
+  stopped.stop = {};
+  EXPECT_TRUE(weights(run(stopped).folder) == weights(made.folder));
 }
 
 TEST_F(Distilled, OtherOptionsAreRefused) {

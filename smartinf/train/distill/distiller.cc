@@ -35,6 +35,8 @@
 #include "smartinf/train/scalar_type.h"
 #include "smartinf/train/stage_link.h"
 #include "smartinf/train/tensor_memory.h"
+#include "smartinf/train/top_logits.h"
+#include "smartinf/train/trainer.h"
 #include "smartinf/train/window_order.h"
 
 namespace smartinf::train {
@@ -48,9 +50,12 @@ using torch::Tensor;
 namespace {
 
 constexpr std::string_view kIdentityFile = "distill.json";
+constexpr std::string_view kLogitsFile = "teacher_logits.safetensors";
+constexpr std::string_view kWholeRun = "whole";  // the run of the student as a whole
 constexpr uint64_t kPruneBatches = 8;  // micro batches that channels and heads are chosen by
 constexpr uint64_t kShardBytesMax = 5'000'000'000;
-constexpr uint64_t kRelayed = 16;       // parts that several ranks relay
+constexpr uint64_t kCopiedAtOnce = uint64_t{1} << 22;  // elements
+constexpr uint64_t kRelayed = 16;                      // parts that several ranks relay
 constexpr uint64_t kMessagesMax = 256;  // activations that are sent and not received yet
 
 Status cannot_distill(ErrorCode code, std::string what, std::string advice) {
@@ -62,6 +67,26 @@ template <typename T>
 Result<T> of_key(const char* key, Result<T> opened) {
   if (opened.ok()) return opened;
   return std::move(opened).status().with_context(key);
+}
+
+/// config.json of a model whose layers' matrices are packed_words().
+std::string packed_config(const std::string& config_json, const Quantising& quantising) {
+  auto config = nlohmann::ordered_json::parse(config_json);
+  config["quantization_config"] = {{"quant_method", "compressed-tensors"},
+                                   {"format", "pack-quantized"},
+                                   {"quantization_status", "compressed"},
+                                   {"ignore", nlohmann::ordered_json::array({"lm_head"})},
+                                   {"config_groups",
+                                    {{"group_0",
+                                      {{"targets", nlohmann::ordered_json::array({"Linear"})},
+                                       {"weights",
+                                        {{"num_bits", 4},
+                                         {"type", "int"},
+                                         {"symmetric", true},
+                                         {"strategy", "group"},
+                                         {"group_size", quantising.group},
+                                         {"dynamic", false}}}}}}}};
+  return config.dump(2) + "\n";
 }
 
 Status check_job(const DistillJob& job) {
@@ -95,6 +120,11 @@ Status check_job(const DistillJob& job) {
     return unsupported("distill.inputs is \"student\", but blocks of several ranks are independent",
                        "Set distill.inputs = \"teacher\", or start one process");
   }
+  if (!job.ranks.alone() && job.distill.whole_steps > 0) {
+    return unsupported(
+        "distill.whole_steps is set, but the whole student is trained by one process",
+        "Leave it out, and start one process with it when all layers are trained");
+  }
   for (const engine::DeviceOptions& device : job.updater.devices) {
     std::error_code error;
     if (engine::is_remote(device.path) || fs::is_block_file(device.path, error)) {
@@ -122,12 +152,14 @@ class Distillation {
     double seconds = 0;             // that the teacher's layer took
   };
   const TrainOptions& train() const { return job_.options.train; }
+  bool rounds() const { return !job_.distill.quantise.empty(); }
   std::string in_run(std::string_view name) const {
     return (fs::path(train().run) / name).string();
   }
   Status prepare();
   Status make_student();
   Status check_student() const;
+  Status write_untrained(const std::string& folder) const;
   Status keep_identity(uint64_t teacher, uint64_t student);
   Status find_progress();
   Status divide();
@@ -142,7 +174,21 @@ class Distillation {
                      std::span<const Batch> batches);
   Status train_all();
   Status end_together(const Status& trained);
+  using TakeElements = std::function<Status(std::span<const float>)>;
+  Result<std::unique_ptr<engine::Updater>> stored(uint32_t block,
+                                                  const plan::ParameterSpace& space) const;
+  Result<Tensor> trained_rounding(uint32_t block, const Rounding& rounding) const;
+  Result<Rounding> rounding_of(uint32_t block) const {
+    return Rounding::of(*teacher_, block, quantising_.group);
+  }
+  Status read_block(uint32_t block, const TakeElements& take) const;
+  Status read_rounded(uint32_t block, bool trained, const TakeElements& take) const;
+  Status write_between(const std::string& out, const ModelSource& source, const LayeredModel& like,
+                       const std::function<Status(uint32_t, const TakeElements&)>& layer) const;
   Status write_student() const;
+  Status write_packed() const;
+  Status keep_logits();
+  Status train_whole() const;
   Result<DistillLosses> losses() const;
 
   const DistillJob& job_;
@@ -155,6 +201,8 @@ class Distillation {
   std::optional<LayeredModel> student_;
   std::optional<LayeredModel::Head> head_;
   GroupedParameters parameters_;
+  Quantising quantising_;  // of a student that is rounded
+  uint64_t at_once_ = 0;   // steps whose activations are in memory together
   std::optional<RunFolder> folder_;
   std::string identity_;
   std::vector<base::StepNumber> steps_;  // of each block, when this process began
@@ -211,20 +259,16 @@ Status Distillation::make_student() {
     SI_RETURN_IF_ERROR(keep_identity(teacher, 0));
     folder = in_run(kUntrainedFolder);
     std::error_code error;
+    if (rounds()) {
+      SI_ASSIGN_OR_RETURN(quantising_, parse_quantising(job_.distill.quantise));
+    }
     if (job_.ranks.first() && !fs::exists(folder, error)) {
-      SI_ASSIGN_OR_RETURN(const Pruning pruning, parse_pruning(job_.distill.prune));
-      SI_ASSIGN_OR_RETURN(const model::Architecture pruned,
-                          pruned_architecture(source_.architecture, pruning));
-      SI_ASSIGN_OR_RETURN(TextFiles texts, read_model_files(job_.options.model.from));
-      SI_ASSIGN_OR_RETURN(texts.back().second, pruned_config(source_.config_json, pruned));
-      const uint64_t batches =
-          std::min<uint64_t>(kPruneBatches, train().steps * train().accumulation);
-      SI_ASSIGN_OR_RETURN(const std::vector<Batch> some, batches_of(0, batches));
-      const std::vector<Kept> kept = choose_kept(*teacher_, pruned, some, train().seed);
-      SI_RETURN_IF_ERROR(write_pruned_folder(*teacher_, pruned, kept, std::move(texts), folder));
+      SI_RETURN_IF_ERROR(write_untrained(folder));
     }
   }
-  const char* const key = job_.distill.student.empty() ? "student.prune" : "student.from";
+  const char* const key = rounds()                       ? "student.quantise"
+                          : job_.distill.student.empty() ? "student.prune"
+                                                         : "student.from";
   SI_ASSIGN_OR_RETURN(student_source_,
                       of_key(key, read_model_folder(folder, job_.options.model.ignored_keys,
                                                     "--model.ignored_keys")));
@@ -239,6 +283,24 @@ Status Distillation::make_student() {
   }
   SI_ASSIGN_OR_RETURN(parameters_, group_parameters(student_->space(), train()));
   return Status();
+}
+
+/// The student before training, which is made of the teacher.
+Status Distillation::write_untrained(const std::string& folder) const {
+  if (rounds()) {
+    return write_between(folder, source_, *teacher_, [this](uint32_t block, const auto& take) {
+      return read_rounded(block, /*trained=*/false, take);
+    });
+  }
+  SI_ASSIGN_OR_RETURN(const Pruning pruning, parse_pruning(job_.distill.prune));
+  SI_ASSIGN_OR_RETURN(const model::Architecture pruned,
+                      pruned_architecture(source_.architecture, pruning));
+  SI_ASSIGN_OR_RETURN(TextFiles texts, read_model_files(job_.options.model.from));
+  SI_ASSIGN_OR_RETURN(texts.back().second, pruned_config(source_.config_json, pruned));
+  const uint64_t batches = std::min<uint64_t>(kPruneBatches, train().steps * train().accumulation);
+  SI_ASSIGN_OR_RETURN(const std::vector<Batch> some, batches_of(0, batches));
+  const std::vector<Kept> kept = choose_kept(*teacher_, pruned, some, train().seed);
+  return write_pruned_folder(*teacher_, pruned, kept, std::move(texts), folder);
 }
 
 Status Distillation::check_student() const {
@@ -270,6 +332,7 @@ Status Distillation::keep_identity(uint64_t teacher, uint64_t student) {
       {"teacher.from", fmt::format("{:016x}", teacher)},
       {"student.from", fmt::format("{:016x}", student)},
       {"student.prune", job_.distill.prune},
+      {"student.quantise", job_.distill.quantise},
       {"distill.loss", base::enum_name(job_.distill.loss)},
       {"distill.inputs", base::enum_name(job_.distill.inputs)},
       {"distill.top_k", job_.distill.top_k},
@@ -369,7 +432,9 @@ Result<uint64_t> Distillation::steps_at_once() const {
   const uint64_t value_bytes = base::data_type_bytes(type_);
   const uint64_t rows = uint64_t{train().micro_batch} * job_.options.data.sequence;
   const uint64_t layer_bytes = value_bytes * teacher_->layer_span(0).count;
-  const uint64_t student_bytes = student_->layer_span(0).count * (2 * value_bytes + 4);
+  // Weights, their gradients and their sum; of a rounded layer the exact weights and offsets, too.
+  const uint64_t student_bytes =
+      student_->layer_span(0).count * (2 * value_bytes + 4 + (rounds() ? value_bytes + 4 : 0));
   const uint64_t head_bytes = value_bytes * model.vocabulary * model.width;
   // What autograd keeps of one layer and micro batch: about so many rows.
   const uint64_t kept_bytes =
@@ -434,9 +499,9 @@ Result<std::vector<Batch>> Distillation::held_out() const {
 }
 
 Result<std::unique_ptr<BlockTrainer>> Distillation::open_block(uint32_t block) const {
-  return BlockTrainer::open(
-      {train(), job_.updater, parameters_, job_.distill.loss, type_, device_, identity_}, *student_,
-      block);
+  return BlockTrainer::open({train(), job_.updater, parameters_, job_.distill.loss, type_, device_,
+                             identity_, rounds() ? &*teacher_ : nullptr, quantising_.group},
+                            *student_, block);
 }
 
 std::vector<Tensor> Distillation::inputs_of(std::span<const Batch> batches) {
@@ -550,66 +615,237 @@ Status Distillation::train_block(Lesson& lesson, uint64_t first_step, uint64_t e
   return Status();
 }
 
-/// The trained layers between the teacher's embedding and head.
-Status Distillation::write_student() const {
-  const std::string out = in_run(kStudentFolder);
-  std::error_code error;
-  if (fs::exists(out, error)) return Status();
-  const auto copy = [&](const std::function<Status(std::span<const float>)>& take, uint64_t first,
-                        uint64_t end) -> Status {
-    constexpr uint64_t kAtOnce = uint64_t{1} << 22;
+/// A block's updater, which reads alone.
+Result<std::unique_ptr<engine::Updater>> Distillation::stored(
+    uint32_t block, const plan::ParameterSpace& space) const {
+  engine::UpdaterOptions options = options_of_block(job_.updater, block);
+  options.create = false;
+  return engine::Updater::open(options, space, engine::local_sources(options, /*read_only=*/true));
+}
+
+Result<Tensor> Distillation::trained_rounding(uint32_t block, const Rounding& rounding) const {
+  SI_ASSIGN_OR_RETURN(const std::unique_ptr<engine::Updater> updater,
+                      stored(block, rounding.space()));
+  Tensor trained = torch::zeros({static_cast<int64_t>(rounding.space().count())});
+  if (rounded_to_nearest(updater->client_metadata())) return trained;
+  float* const begin = trained.data_ptr<float>();
+  SI_RETURN_IF_ERROR(updater->read_weights([&](uint64_t first, std::span<const float> values) {
+    std::ranges::copy(values, begin + first);
+    return Status();
+  }));
+  return trained.to(device_);
+}
+
+/// A block's weights, in order.
+Status Distillation::read_block(uint32_t block, const TakeElements& take) const {
+  if (rounds()) return read_rounded(block, /*trained=*/true, take);
+  SI_ASSIGN_OR_RETURN(
+      const std::unique_ptr<engine::Updater> updater,
+      stored(block, space_of_block(parameters_.space, student_->layer_span(block))));
+  return updater->read_weights(
+      [&](uint64_t, std::span<const float> weights) { return take(weights); });
+}
+
+Status Distillation::read_rounded(uint32_t block, bool trained, const TakeElements& take) const {
+  SI_ASSIGN_OR_RETURN(const Rounding rounding, rounding_of(block));
+  Tensor decides = torch::zeros({static_cast<int64_t>(rounding.space().count())},
+                                torch::dtype(torch::kFloat32).device(device_));
+  if (trained) {
+    SI_ASSIGN_OR_RETURN(decides, trained_rounding(block, rounding));
+  }
+  Tensor weights_N =
+      torch::empty({static_cast<int64_t>(teacher_->layer_span(block).count)}, decides.options());
+  rounding.put_weights(decides, weights_N);
+  const Tensor on_host = weights_N.to(torch::kCPU);
+  return take({on_host.const_data_ptr<float>(), static_cast<size_t>(on_host.numel())});
+}
+
+/// These layers between the teacher's embedding and head. like: a model of this space.
+Status Distillation::write_between(
+    const std::string& out, const ModelSource& source, const LayeredModel& like,
+    const std::function<Status(uint32_t, const TakeElements&)>& layer) const {
+  const auto copy = [&](const TakeElements& take, uint64_t first, uint64_t end) -> Status {
     std::vector<float> values;
     for (; first < end; first += values.size()) {
-      values.resize(std::min(kAtOnce, end - first));
+      values.resize(std::min(kCopiedAtOnce, end - first));
       SI_RETURN_IF_ERROR(teacher_->files().read(first, values));
       SI_RETURN_IF_ERROR(take(values));
     }
     return Status();
   };
-  const auto read = [&](const std::function<Status(std::span<const float>)>& take) -> Status {
-    const uint32_t layers = student_->layers();
+  const uint32_t layers = like.layers();
+  const auto read = [&](const TakeElements& take) -> Status {
     SI_RETURN_IF_ERROR(copy(take, 0, teacher_->layer_span(0).first));
     for (uint32_t block = 0; block < layers; ++block) {
-      engine::UpdaterOptions options = options_of_block(job_.updater, block);
-      options.create = false;
-      const plan::ParameterSpace space =
-          space_of_block(parameters_.space, student_->layer_span(block));
-      SI_ASSIGN_OR_RETURN(const std::unique_ptr<engine::Updater> updater,
-                          engine::Updater::open(options, space,
-                                                engine::local_sources(options,
-                                                                      /*read_only=*/true)));
-      SI_RETURN_IF_ERROR(updater->read_weights(
-          [&](uint64_t, std::span<const float> weights) { return take(weights); }));
+      SI_RETURN_IF_ERROR(layer(block, take));
     }
     return copy(take, teacher_->layer_span(layers - 1).end(), teacher_->space().count());
   };
-  const base::DataType type = student_->files().type().value_or(base::DataType::kF32);
-  SI_ASSIGN_OR_RETURN(TextFiles texts, read_model_files(student_source_.folder));
+  const base::DataType type = like.files().type().value_or(base::DataType::kF32);
+  SI_ASSIGN_OR_RETURN(TextFiles texts, read_model_files(source.folder));
   texts.back().second = model::with_type(texts.back().second, type);
-  return write_model_folder(out, {student_->space(), type, std::move(texts), "", read},
+  return write_model_folder(out, {like.space(), type, std::move(texts), "", read}, kShardBytesMax)
+      .status();
+}
+
+Status Distillation::write_student() const {
+  const std::string out = in_run(kStudentFolder);
+  std::error_code error;
+  if (!fs::exists(out, error)) {
+    SI_RETURN_IF_ERROR(write_between(
+        out, student_source_, *student_,
+        [this](uint32_t block, const auto& take) { return read_block(block, take); }));
+  }
+  if (rounds() && !fs::exists(in_run(kPackedFolder), error)) return write_packed();
+  return Status();
+}
+
+/// The student with its codes and scales. Source: compressed-tensors, format pack-quantized.
+Status Distillation::write_packed() const {
+  const base::DataType type = student_->files().type().value_or(base::DataType::kF32);
+  const plan::ParameterSpace& space = student_->space();
+  const plan::Unit layers{
+      student_->layer_span(0).first,
+      student_->layer_span(student_->layers() - 1).end() - student_->layer_span(0).first, 0, 1};
+  const auto is_rounded = [&](const plan::ParameterRange& range) {
+    return range.first >= layers.first && range.first < layers.end() && range.shape.size() == 2;
+  };
+  std::vector<model::TensorInfo> tensors;
+  for (const plan::ParameterRange& range : space.ranges()) {
+    if (!is_rounded(range)) {
+      tensors.push_back({range.name, type, range.shape});
+      continue;
+    }
+    const uint64_t rows = range.shape[0];
+    const uint64_t columns = range.shape[1];
+    tensors.push_back({range.name + "_packed", type, {rows, columns / 8}, sizeof(int32_t)});
+    tensors.push_back({range.name + "_scale", type, {rows, columns / quantising_.group}});
+    tensors.push_back({range.name + "_shape", type, {2}, sizeof(int64_t)});
+  }
+  const auto read = [&](const auto& take) -> Status {
+    const auto take_tensor = [&](const Tensor& values) {
+      const Tensor on_host = values.to(torch::kCPU).contiguous();
+      return take({static_cast<const std::byte*>(on_host.const_data_ptr()), on_host.nbytes()});
+    };
+    std::optional<Rounding> rounding;
+    Tensor trained;
+    uint32_t block = 0;
+    size_t matrix = 0;
+    std::vector<std::byte> bytes;
+    for (const plan::ParameterRange& range : space.ranges()) {
+      if (!is_rounded(range)) {
+        for (uint64_t done = 0; done < range.count; done += kCopiedAtOnce) {
+          const uint64_t count = std::min(kCopiedAtOnce, range.count - done);
+          bytes.resize(count * base::data_type_bytes(type));
+          SI_RETURN_IF_ERROR(
+              teacher_->files().read_as(type, range.first + done, count, bytes.data()));
+          SI_RETURN_IF_ERROR(take(bytes));
+        }
+        continue;
+      }
+      if (!rounding || matrix == rounding->matrices().size()) {
+        if (rounding) ++block;
+        SI_ASSIGN_OR_RETURN(rounding, rounding_of(block));
+        SI_ASSIGN_OR_RETURN(trained, trained_rounding(block, *rounding));
+        matrix = 0;
+      }
+      const Rounding::Codes codes = rounding->codes(rounding->matrices()[matrix++], trained);
+      SI_RETURN_IF_ERROR(take_tensor(packed_words(codes.code_RC)));
+      SI_RETURN_IF_ERROR(take_tensor(codes.scale_RG.to(scalar_type(type))));
+      const std::array<int64_t, 2> shape{codes.code_RC.size(0), codes.code_RC.size(1)};
+      SI_RETURN_IF_ERROR(take(std::as_bytes(std::span(shape))));
+    }
+    return Status();
+  };
+  SI_ASSIGN_OR_RETURN(TextFiles texts, read_model_files(student_source_.folder));
+  texts.back().second = packed_config(texts.back().second, quantising_);
+  return write_model_folder(in_run(kPackedFolder),
+                            {space, type, std::move(texts), "", {}, std::move(tensors), read},
                             kShardBytesMax)
       .status();
 }
 
+/// The teacher's, of the micro batches that the whole student learns from.
+Status Distillation::keep_logits() {
+  const torch::NoGradGuard no_grad;
+  const std::string path = folder_->file(kLogitsFile);
+  const uint64_t count = job_.distill.whole_steps * train().accumulation;
+  const Result<StoredLogits> found = StoredLogits::open(path);
+  if (found.ok() && found->micro_batches() >= count) return Status();
+  const uint64_t rows = uint64_t{train().micro_batch} * job_.options.data.sequence;
+  const model::TensorInfo tensor{
+      StoredLogits::kTensor, base::DataType::kF32, {count, rows, 2 * job_.distill.top_k + 1}};
+  SI_ASSIGN_OR_RETURN(model::SafetensorsWriter writer,
+                      model::SafetensorsWriter::create(path, std::span(&tensor, 1), {}));
+  const uint64_t at_once = at_once_ * train().accumulation;
+  for (uint64_t first = 0; first < count; first += at_once) {
+    SI_ASSIGN_OR_RETURN(const std::vector<Batch> batches,
+                        batches_of(first, std::min(at_once, count - first)));
+    std::vector<Tensor> all_BTC = teacher_->embed(batches);
+    for (uint32_t index = 0; index < teacher_->layers(); ++index) {
+      const ModelPart layer = teacher_->layer(index);
+      for (size_t i = 0; i < batches.size(); ++i) {
+        if (job_.stop.stop_requested()) return Status(ErrorCode::kCancelled, "stopped");
+        all_BTC[i] = layer.run(all_BTC[i], batches[i].document_ends);
+      }
+    }
+    const LayeredModel::Head head = teacher_->head();
+    for (const Tensor& y_BTC : all_BTC) {
+      const Tensor packed = StoredLogits::packed(top_logits(head, y_BTC, job_.distill.top_k));
+      SI_RETURN_IF_ERROR(writer.append(std::as_bytes(
+          std::span(packed.const_data_ptr<float>(), static_cast<size_t>(packed.numel())))));
+    }
+  }
+  return writer.finish();
+}
+
+/// From the logits alone, with a store of its own on each device. Leaves the student in its folder.
+Status Distillation::train_whole() const {
+  Job job{.options = job_.options, .updater = job_.updater, .recipe = job_.recipe, .choice = {}};
+  job.options.model.from = in_run(kStudentFolder);
+  job.options.train.run = in_run(kWholeRun);
+  job.options.train.steps = job_.distill.whole_steps;
+  for (engine::DeviceOptions& device : job.updater.devices) device.path += "/whole";
+  job.teacher_logits = folder_->file(kLogitsFile);
+  SI_ASSIGN_OR_RETURN(std::unique_ptr<Trainer> trainer, Trainer::open(job));
+  while (trainer->step() < job.options.train.steps) {
+    SI_ASSIGN_OR_RETURN(const StepReport report, trainer->train_step(job_.stop));
+    job_.show(report, student_->layers(), student_->layers());
+  }
+  SI_RETURN_IF_ERROR(trainer->finish().status());
+  trainer.reset();
+  ExportOptions out;
+  out.out = in_run(kWholeFolder);
+  return export_run(job, out).status();
+}
+
 Result<DistillLosses> Distillation::losses() const {
   SI_ASSIGN_OR_RETURN(const std::vector<Batch> batches, held_out());
-  SI_ASSIGN_OR_RETURN(const LayeredModel distilled,
-                      LayeredModel::open(in_run(kStudentFolder), student_source_.architecture,
-                                         type_, device_, job_.options.data.sequence));
-  return DistillLosses{teacher_->loss(batches), student_->loss(batches), distilled.loss(batches)};
+  const auto of_folder = [&](std::string_view folder) -> Result<double> {
+    SI_ASSIGN_OR_RETURN(const LayeredModel model,
+                        LayeredModel::open(in_run(folder), student_source_.architecture, type_,
+                                           device_, job_.options.data.sequence));
+    return model.loss(batches);
+  };
+  DistillLosses losses{teacher_->loss(batches), student_->loss(batches)};
+  SI_ASSIGN_OR_RETURN(losses.distilled, of_folder(kStudentFolder));
+  if (job_.distill.whole_steps > 0) {
+    SI_ASSIGN_OR_RETURN(losses.whole, of_folder(kWholeFolder));
+  }
+  return losses;
 }
 
 Status Distillation::train_all() {
-  SI_ASSIGN_OR_RETURN(const uint64_t at_once, steps_at_once());
+  SI_ASSIGN_OR_RETURN(at_once_, steps_at_once());
   const auto millions = [](const LayeredModel& model) {
     return static_cast<double>(model.space().count()) * 1e-6;
   };
   job_.note(fmt::format(
       "teacher: {:.1f} million parameters, {} layers; student: {:.1f} million; {} steps of each "
       "layer, {} of them at once",
-      millions(*teacher_), teacher_->layers(), millions(*student_), train().steps, at_once));
-  for (uint64_t first = 0; first < train().steps; first += at_once) {
-    SI_RETURN_IF_ERROR(run_part(first, std::min(first + at_once, train().steps)));
+      millions(*teacher_), teacher_->layers(), millions(*student_), train().steps, at_once_));
+  for (uint64_t first = 0; first < train().steps; first += at_once_) {
+    SI_RETURN_IF_ERROR(run_part(first, std::min(first + at_once_, train().steps)));
   }
   if (link_ != nullptr) link_->finish();
   head_.reset();
@@ -649,6 +885,15 @@ Result<DistillSummary> Distillation::run() {
   summary_.folder = in_run(kStudentFolder);
   if (!ranks.first()) return summary_;
   SI_RETURN_IF_ERROR(write_student());
+  if (rounds()) summary_.packed = in_run(kPackedFolder);
+  if (job_.distill.whole_steps > 0) {
+    summary_.folder = in_run(kWholeFolder);
+    std::error_code error;
+    if (!fs::exists(summary_.folder, error)) {
+      SI_RETURN_IF_ERROR(keep_logits());
+      SI_RETURN_IF_ERROR(train_whole());
+    }
+  }
   if (corpus_->validation().count() > 0) {
     SI_ASSIGN_OR_RETURN(summary_.losses, losses());
     folder_->append_validation(

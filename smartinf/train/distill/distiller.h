@@ -17,8 +17,12 @@
 namespace smartinf::train {
 
 /// Folders that a distillation leaves in its run's, as transformers loads them.
-inline constexpr std::string_view kStudentFolder = "student";      // distilled
-inline constexpr std::string_view kUntrainedFolder = "untrained";  // the student before; of pruning
+inline constexpr std::string_view kStudentFolder = "student";  // distilled
+inline constexpr std::string_view kUntrainedFolder =
+    "untrained";  // the student before, of its teacher
+inline constexpr std::string_view kWholeFolder = "student-whole";  // it, trained as a whole then
+/// A rounded student's codes and scales, as compressed-tensors has them; not for smartinf itself.
+inline constexpr std::string_view kPackedFolder = "student-int4";
 
 struct DistillJob {
   Options options;  // model.from is the teacher's folder; train.steps are those of each block
@@ -39,11 +43,13 @@ struct DistillLosses {
   double teacher = 0;
   double untrained = 0;
   double distilled = 0;
+  double whole = 0;  // of the student that was trained as a whole then; 0: none was
 };
 
 struct DistillSummary {
   std::string folder;           // of the distilled student
-  uint64_t micro_batches = 0;   // whose activations this process has made
+  std::string packed;           // of its codes and scales; empty: it is not rounded
+  uint64_t micro_batches = 0;   // of blocks' steps, whose activations this process has made
   uint64_t teacher_layers = 0;  // layers of the teacher that it has computed, of one micro batch
   DistillLosses losses;
 };
@@ -54,7 +60,9 @@ struct DistillSummary {
 /// the next; then the student's layer makes its steps. A block sees the same micro batches in the
 /// same order however many steps a part has, so the weights have the same bits. Of several ranks
 /// each relays its teacher layers' outputs to the next, and makes its blocks' updates without
-/// waiting for others: the same bits again. They end together. losses: rank 0's alone.
+/// waiting for others: the same bits again. They end together. losses: rank 0's alone. Then, with
+/// distill.whole_steps, the teacher's most likely logits of so many steps are kept in a file, and a
+/// Trainer of its own makes these steps of the whole student.
 /// Errors: kCancelled; whatever a user can get wrong, by key, file or device.
 base::Result<DistillSummary> distill(const DistillJob& job);
 

@@ -50,7 +50,9 @@ class LayeredModel {
   /// A layer that computes with [N] weights.
   ModelPart layer(uint32_t layer, const torch::Tensor& weights_N) const;
   /// A layer with the folder's weights, which are read.
-  ModelPart layer(uint32_t layer) const { return this->layer(layer, read(layer_span(layer))); }
+  ModelPart layer(uint32_t layer) const { return this->layer(layer, weights_of(layer)); }
+  /// [N] weights of a layer, which are read.
+  torch::Tensor weights_of(uint32_t layer) const { return read(layer_span(layer)); }
   /// [B, T] -> [B, T, C] of each batch.
   std::vector<torch::Tensor> embed(std::span<const Batch> batches) const;
 

@@ -14,15 +14,6 @@ using torch::Tensor;
 
 namespace {
 
-/// Chances are no smaller: the logarithm of a rest that f32 rounds to nothing.
-constexpr double kLeastChance = 1e-7;
-
-/// [R, K] -> [R, K + 1]: the rest behind them.
-Tensor with_rest(const Tensor& chances_RK) {
-  const Tensor rest_R1 = (1 - chances_RK.exp().sum(-1, /*keepdim=*/true)).clamp_min(kLeastChance);
-  return torch::cat({chances_RK, rest_R1.log()}, -1);
-}
-
 template <typename Visit>
 void for_rows(const LayeredModel::Head& head, int64_t count, Visit visit) {
   const auto at_once =
@@ -54,10 +45,9 @@ TopLogits top_logits(const LayeredModel::Head& head, const Tensor& x_BTC, uint32
   std::vector<Tensor> tokens;
   std::vector<Tensor> chances;
   for_rows(head, h_MC.size(0), [&](int64_t from, int64_t some) {
-    const Tensor logits_RV = head.logits(h_MC.narrow(0, from, some)).to(torch::kFloat32);
-    auto [chances_RK, token_RK] = torch::log_softmax(logits_RV, -1).topk(k, -1);
-    tokens.push_back(token_RK.to(torch::kInt32));
-    chances.push_back(with_rest(chances_RK));
+    TopLogits made = top_logits(head.logits(h_MC.narrow(0, from, some)), int64_t{k});
+    tokens.push_back(std::move(made.token_MK));
+    chances.push_back(std::move(made.chances_ML));
   });
   return {torch::cat(tokens), torch::cat(chances)};
 }
@@ -73,21 +63,10 @@ HeadLoss head_divergence(const LayeredModel::Head& head, const Tensor& x_BTC,
     const Tensor part_RC = h_MC.detach().narrow(0, from, some).requires_grad_(true);
     const Tensor logits_RV = head.logits(part_RC);
     const torch::NoGradGuard no_grad;
-    const Tensor theirs_RL = teacher.chances_ML.narrow(0, from, some);
-    const Tensor token_RK = teacher.token_MK.narrow(0, from, some).to(torch::kInt64);
-    const Tensor log_chances_RV = torch::log_softmax(logits_RV.to(torch::kFloat32), -1);
-    const Tensor mine_RL = with_rest(log_chances_RV.gather(-1, token_RK));
-    const Tensor part = (theirs_RL.exp() * (theirs_RL - mine_RL)).sum();
-    sum = sum.defined() ? sum + part : part;
-    // Chances less the teacher's; those of the rest have the teacher's rest in the student's
-    // shares. So equal bits have no gradient, which one of logarithms would not be.
-    const int64_t k = token_RK.size(1);
-    const Tensor rest_R1 = (theirs_RL.narrow(1, k, 1) - mine_RL.narrow(1, k, 1)).exp();
-    const Tensor of_top_RK = mine_RL.narrow(1, 0, k).exp() - theirs_RL.narrow(1, 0, k).exp();
-    const Tensor of_logits_RV =
-        log_chances_RV.exp().mul_(1 - rest_R1).scatter_(1, token_RK, of_top_RK).mul_(share);
-    gradients.push_back(torch::autograd::grad({logits_RV}, {part_RC},
-                                              {of_logits_RV.to(logits_RV.scalar_type())})[0]);
+    Divergence part = divergence(logits_RV, teacher.rows(from, some));
+    sum = sum.defined() ? sum + part.loss : part.loss;
+    gradients.push_back(torch::autograd::grad(
+        {logits_RV}, {part_RC}, {part.gradient_RV.mul_(share).to(logits_RV.scalar_type())})[0]);
   });
   Tensor gradient = torch::autograd::grad({h_MC}, {x}, {torch::cat(gradients)})[0];
   return {sum * share, std::move(gradient)};

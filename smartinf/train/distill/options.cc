@@ -37,6 +37,24 @@ Result<Pruning> parse_pruning(std::string_view whole) {
   return pruning;
 }
 
+Result<Quantising> parse_quantising(std::string_view text) {
+  Quantising made;
+  constexpr std::string_view kBegin = "int4";
+  constexpr std::string_view kGroup = ",group=";
+  const Status wrong(ErrorCode::kInvalidArgument, fmt::format("student.quantise is \"{}\"", text),
+                     "Write \"int4\", or \"int4,group=64\" with a multiple of 8 up to 1024");
+  if (!text.starts_with(kBegin)) return wrong;
+  text.remove_prefix(kBegin.size());
+  if (text.empty()) return made;
+  if (!text.starts_with(kGroup)) return wrong;
+  text.remove_prefix(kGroup.size());
+  const char* const end = text.data() + text.size();
+  const auto [behind, error] = std::from_chars(text.data(), end, made.group);
+  const bool whole = error == std::errc() && behind == end;
+  if (!whole || made.group == 0 || made.group % 8 != 0 || made.group > 1024) return wrong;
+  return made;
+}
+
 Status validate(const DistillOptions& options) {
   const auto wrong = [](std::string what, std::string advice) {
     return Status(ErrorCode::kInvalidArgument, std::move(what), std::move(advice));
@@ -46,12 +64,22 @@ Status validate(const DistillOptions& options) {
                  "Name the teacher's folder, as transformers' save_pretrained() or smartinf export "
                  "writes it");
   }
-  if (options.student.empty() == options.prune.empty()) {
-    return wrong(options.student.empty() ? "neither student.from nor student.prune is given"
-                                         : "student.from and student.prune are both given",
-                 "Name a student's folder, or what stays of the teacher: "
-                 "student.prune = \"ffn=0.5,heads=0.75\"");
+  const int given =
+      int{!options.student.empty()} + int{!options.prune.empty()} + int{!options.quantise.empty()};
+  if (given != 1) {
+    return wrong(given == 0 ? "none of student.from, student.prune and student.quantise is given"
+                            : "more than one of student.from, student.prune and student.quantise "
+                              "is given",
+                 "Name a student's folder, what stays of the teacher: student.prune = "
+                 "\"ffn=0.5,heads=0.75\", or how it is rounded: student.quantise = \"int4\"");
   }
+  if (options.whole_steps > 0 && (options.top_k == 0 || !options.quantise.empty())) {
+    return wrong(
+        "distill.whole_steps is set, for which the student learns the teacher's logits and "
+        "changes its weights",
+        options.top_k == 0 ? "Set distill.top_k" : "Leave it out with student.quantise");
+  }
+  if (!options.quantise.empty()) return parse_quantising(options.quantise).status();
   return parse_pruning(options.prune).status();
 }
 

@@ -24,12 +24,14 @@ inline constexpr std::array<std::string_view, 2> kBlockInputsNames{"teacher", "s
 constexpr base::EnumNames enum_names(BlockInputs) { return kBlockInputsNames; }
 
 struct DistillOptions {
-  std::string teacher;  // teacher.from
-  std::string student;  // student.from; empty: it is made of the teacher
-  std::string prune;    // student.prune
+  std::string teacher;   // teacher.from
+  std::string student;   // student.from; empty: it is made of the teacher
+  std::string prune;     // student.prune
+  std::string quantise;  // student.quantise
   BlockLoss loss = BlockLoss::kMse;
   BlockInputs inputs = BlockInputs::kTeacher;
-  uint32_t top_k = 64;  // logits of the teacher that the last block learns from; 0: none
+  uint32_t top_k = 64;       // logits of the teacher that the last block learns from; 0: none
+  uint64_t whole_steps = 0;  // steps of the student as a whole, after its blocks
 };
 
 /// Shares of each layer that stay.
@@ -39,6 +41,13 @@ struct Pruning {
 };
 /// "ffn=0.5,heads=0.75", either or both. Errors: kInvalidArgument.
 base::Result<Pruning> parse_pruning(std::string_view text);
+
+/// student.quantise: matrices of the layers become integers of 4 bits.
+struct Quantising {
+  uint32_t group = 128;  // neighbouring weights of a row that share a scale
+};
+/// "int4" or "int4,group=64". Errors: kInvalidArgument.
+base::Result<Quantising> parse_quantising(std::string_view text);
 
 /// Ok, or what cannot work, by its key. Looks at no files.
 base::Status validate(const DistillOptions& options);

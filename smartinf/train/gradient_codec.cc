@@ -17,14 +17,14 @@ using torch::Tensor;
 
 namespace {
 
-constexpr auto kBlock = static_cast<int64_t>(kCodedBlock);
+constexpr auto kCoded = static_cast<int64_t>(kCodedBlock);
 
 struct Shape {
   int64_t rows = 1;
   int64_t width = 1;
 
   int64_t values() const { return rows * width; }
-  int64_t blocks() const { return (values() + kBlock - 1) / kBlock; }
+  int64_t blocks() const { return (values() + kCoded - 1) / kCoded; }
 };
 
 Shape shape_of(std::span<const int64_t> sizes) {
@@ -91,16 +91,16 @@ Tensor decompressed(const StageCompression& options, const Tensor& bytes, const 
   } else {
     values = values.view(torch::kInt8);
   }
-  const Tensor all = values.view({shape.blocks(), kBlock}).to(torch::kFloat32).mul_(scales_B);
+  const Tensor all = values.view({shape.blocks(), kCoded}).to(torch::kFloat32).mul_(scales_B);
   return all.view({-1}).narrow(0, 0, shape.values()).view({shape.rows, shape.width});
 }
 
 Tensor integers(const StageCompression& options, const Tensor& gradient, const Shape& shape) {
   const int bits = bits_of(options);
   const double most = bits == 8 ? 127 : 7;
-  Tensor values = torch::zeros({shape.blocks() * kBlock}, torch::kFloat32);
+  Tensor values = torch::zeros({shape.blocks() * kCoded}, torch::kFloat32);
   values.narrow(0, 0, shape.values()).copy_(gradient.view({-1}));
-  values = values.view({shape.blocks(), kBlock});
+  values = values.view({shape.blocks(), kCoded});
   const Tensor scales_B = values.abs().amax(1, /*keepdim=*/true).div_(most);
   values = values.div_(scales_B.where(scales_B > 0, torch::ones_like(scales_B))).round_();
   values = values.clamp_(-most, most).to(torch::kInt8).view({-1});

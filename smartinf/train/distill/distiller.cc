@@ -54,7 +54,7 @@ constexpr std::string_view kLogitsFile = "teacher_logits.safetensors";
 constexpr std::string_view kWholeRun = "whole";  // the run of the student as a whole
 constexpr uint64_t kPruneBatches = 8;  // micro batches that channels and heads are chosen by
 constexpr uint64_t kShardBytesMax = 5'000'000'000;
-constexpr uint64_t kCopiedAtOnce = uint64_t{1} << 22;  // elements
+constexpr uint64_t kReadAtOnce = uint64_t{1} << 22;  // elements
 constexpr uint64_t kRelayed = 16;                      // parts that several ranks relay
 constexpr uint64_t kMessagesMax = 256;  // activations that are sent and not received yet
 
@@ -667,7 +667,7 @@ Status Distillation::write_between(
   const auto copy = [&](const TakeElements& take, uint64_t first, uint64_t end) -> Status {
     std::vector<float> values;
     for (; first < end; first += values.size()) {
-      values.resize(std::min(kCopiedAtOnce, end - first));
+      values.resize(std::min(kReadAtOnce, end - first));
       SI_RETURN_IF_ERROR(teacher_->files().read(first, values));
       SI_RETURN_IF_ERROR(take(values));
     }
@@ -734,8 +734,8 @@ Status Distillation::write_packed() const {
     std::vector<std::byte> bytes;
     for (const plan::ParameterRange& range : space.ranges()) {
       if (!is_rounded(range)) {
-        for (uint64_t done = 0; done < range.count; done += kCopiedAtOnce) {
-          const uint64_t count = std::min(kCopiedAtOnce, range.count - done);
+        for (uint64_t done = 0; done < range.count; done += kReadAtOnce) {
+          const uint64_t count = std::min(kReadAtOnce, range.count - done);
           bytes.resize(count * base::data_type_bytes(type));
           SI_RETURN_IF_ERROR(
               teacher_->files().read_as(type, range.first + done, count, bytes.data()));

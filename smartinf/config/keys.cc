@@ -336,7 +336,7 @@ constexpr auto kKeys = std::to_array<Key>({
            "shares of each layer of the teacher that stay, \"ffn=0.5,heads=0.75\": channels of the "
            "feed-forward part, and groups of heads"),
     SI_KEY("student.quantise", &r.distill.quantise,
-           "the teacher with layers' matrices rounded to 4 bits, \"int4\" or \"int4,group=64\": "
+           "rounding of the teacher's layers' matrices to 4 bits, \"int4\" or \"int4,group=64\": "
            "so many neighbouring weights of a row share a scale, 128 unless given; what is trained "
            "is which weights are rounded up"),
     SI_KEY("distill.loss", base::by_name(r.distill.loss),

@@ -112,6 +112,11 @@ Result<sim::ModelShape> shape_of(const train::Options& options) {
   return shape;
 }
 
+bool asks_for_exposed(const train::StageCompression& compression) {
+  return compression.form != train::GradientForm::kNone &&
+         compression.when == train::CompressWhen::kExposed;
+}
+
 /// Bytes of a message between stages in its short form over those of a whole one.
 double share_of(const train::StageCompression& compression, const train::Options& options,
                 uint64_t width, uint64_t value_bytes) {
@@ -146,8 +151,7 @@ Result<std::vector<uint32_t>> best_stages(const config::LoadedRecipe& loaded, ui
   if (options.ranks.pipeline != 0) request.pipeline = options.ranks.pipeline;
   if (options.memory.activations == plan::Activations::kKeep) request.recompute = false;
   if (options.memory.activations == plan::Activations::kRecompute) request.recompute = true;
-  const bool exposed = compression.form != train::GradientForm::kNone &&
-                       compression.when == train::CompressWhen::kExposed;
+  const bool exposed = asks_for_exposed(compression);
   if (exposed) {
     request.short_gradient =
         share_of(compression, options, model.hidden, request.options.value_bytes);
@@ -183,9 +187,8 @@ Result<std::vector<uint32_t>> best_stages(const config::LoadedRecipe& loaded, ui
 
 Status settle_stages(config::LoadedRecipe& loaded, const train::Ranks& ranks, std::string& note) {
   train::RankOptions& options = loaded.recipe.options.ranks;
-  const bool exposed = options.compression.form != train::GradientForm::kNone &&
-                       options.compression.when == train::CompressWhen::kExposed;
-  if (options.cluster.empty() || (options.pipeline != 0 && !exposed)) return {};
+  const bool asks = options.pipeline == 0 || asks_for_exposed(options.compression);
+  if (options.cluster.empty() || !asks) return {};
   std::vector<uint32_t> chosen{options.pipeline == 0 ? 1 : options.pipeline};
   if (!ranks.alone()) {
     Status status;

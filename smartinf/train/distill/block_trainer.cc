@@ -23,7 +23,7 @@ using torch::Tensor;
 namespace {
 
 constexpr const char* kNearest = "rounded_to_nearest";
-constexpr double kOffsetRate = 5;  // by train.lr, as which those of weights do
+constexpr double kOffsetRate = 5;  // times train.lr: the learning rate of offsets and cuts
 
 }  // namespace
 
@@ -107,7 +107,7 @@ Result<std::unique_ptr<BlockTrainer>> BlockTrainer::open(const Options& options,
   return made;
 }
 
-/// Those of the update, where the layer computes with them.
+/// Puts the update's weights where the layer computes with them.
 void BlockTrainer::use_weights() {
   const torch::NoGradGuard no_grad;
   Tensor weights_N = weights_N_.variable_data();  // leaves are views of it, of which autograd knows
@@ -130,7 +130,7 @@ BlockTrainer::Computed BlockTrainer::compute(const Sample& sample,
   return {std::move(made.loss), y_BTC, std::move(made.gradient_BTC)};
 }
 
-/// Of a parameter of the layer, to what is trained of it.
+/// Hands the gradient of a parameter of the layer to what is trained of that parameter.
 Status BlockTrainer::put_gradient(const Parameter& parameter, const Tensor& gradient) {
   const uint64_t first = parameter.first - part_->weights.front().first;
   const auto put = [&](uint64_t element, const Tensor& values) {
@@ -154,7 +154,7 @@ Status BlockTrainer::put_gradient(const Parameter& parameter, const Tensor& grad
   return Status();
 }
 
-/// Leaves the layer with the better ones of its weights.
+/// Compares the trained rounding with the nearest one, and leaves the layer with the better.
 void BlockTrainer::judge(std::span<const Sample> samples, const LayeredModel::Head* head) {
   std::array<double, 2> losses{};  // trained, to nearest
   for (const bool nearest : {false, true}) {

@@ -18,10 +18,12 @@ namespace smartinf::train {
 
 /// Folders that a distillation leaves in its run's, as transformers loads them.
 inline constexpr std::string_view kStudentFolder = "student";  // distilled
-inline constexpr std::string_view kUntrainedFolder =
-    "untrained";  // the student before, of its teacher
-inline constexpr std::string_view kWholeFolder = "student-whole";  // it, trained as a whole then
-/// A rounded student's codes and scales, as compressed-tensors has them; not for smartinf itself.
+/// The student before its training, where it was made of the teacher.
+inline constexpr std::string_view kUntrainedFolder = "untrained";
+/// The distilled student after its steps as a whole model (distill.whole_steps).
+inline constexpr std::string_view kWholeFolder = "student-whole";
+/// A rounded student's codes and scales in compressed-tensors' layout, which smartinf does not
+/// read.
 inline constexpr std::string_view kPackedFolder = "student-int4";
 
 struct DistillJob {

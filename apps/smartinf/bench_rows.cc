@@ -53,7 +53,9 @@ struct RowsOptions {
 
 struct Measured {
   std::vector<double> step_s, gather_s, between_s, alone_s, alone_read_s, read_bytes, log_bytes,
-      written_bytes, up_bytes, down_bytes, rows;
+      up_bytes, down_bytes, rows;
+  // Of lookups alone; and with what merges between steps.
+  std::vector<double> lookup_bytes, all_read_bytes, written_bytes;
   sim::Machine machine;  // as it was found to be
   sim::RowTimes simulated;
 };
@@ -146,6 +148,7 @@ base::Result<Measured> measure(engine::Updater& updater, const RowsOptions& opti
   sim::RowIds numbers(options.row_count(), options.zipf, options.zipf == 0);
   Measured measured;
   uint64_t ended_ns = base::now_ns();
+  engine::UpdaterTraffic ended = updater.traffic();
   for (uint32_t i = 0; i < options.repeat + options.warm_up; ++i) {
     const std::vector<int64_t> ids = numbers.next(options.batch);
     const engine::UpdaterTraffic before = updater.traffic();
@@ -153,6 +156,7 @@ base::Result<Measured> measure(engine::Updater& updater, const RowsOptions& opti
     const uint64_t begin_ns = base::now_ns();
     SI_RETURN_IF_ERROR(tables.gather(0, ids, options.gradient_type, rows.data()));
     const double gather_s = base::seconds_since(begin_ns);
+    const engine::UpdaterTraffic gathered = updater.traffic().since(before);
     SI_RETURN_IF_ERROR(updater.begin_step());
     SI_RETURN_IF_ERROR(
         updater.put_gradient(0, dense_gradient.data(), base::DataType::kBf16, dense));
@@ -167,17 +171,24 @@ base::Result<Measured> measure(engine::Updater& updater, const RowsOptions& opti
     SI_RETURN_IF_ERROR(updater.commit(""));
     const double step_s = base::seconds_since(begin_ns);
     ended_ns = base::now_ns();
-    const engine::UpdaterTraffic moved = updater.traffic().since(before);
+    const engine::UpdaterTraffic now = updater.traffic();
+    const engine::UpdaterTraffic moved = now.since(before);
+    const engine::UpdaterTraffic all = now.since(std::exchange(ended, now));
     if (i < options.warm_up) continue;
     measured.step_s.push_back(step_s);
     measured.gather_s.push_back(gather_s);
     measured.between_s.push_back(between_s);
     measured.rows.push_back(static_cast<double>(distinct));
-    measured.read_bytes.push_back(static_cast<double>(moved.store.up(base::TrafficKind::kState)));
     measured.log_bytes.push_back(static_cast<double>(
         base::divide_up(distinct, base::records_per_row_log_page(log_page, record_bytes)) *
         log_page));
-    measured.written_bytes.push_back(static_cast<double>(moved.store.down_total()));
+    const auto state_read = [](const engine::UpdaterTraffic& traffic) {
+      return static_cast<double>(traffic.store.up(base::TrafficKind::kState));
+    };
+    measured.read_bytes.push_back(state_read(moved));
+    measured.lookup_bytes.push_back(state_read(gathered));
+    measured.all_read_bytes.push_back(state_read(all));
+    measured.written_bytes.push_back(static_cast<double>(all.store.down_total()));
     measured.up_bytes.push_back(static_cast<double>(moved.host_link.up_total()));
     measured.down_bytes.push_back(static_cast<double>(moved.host_link.down_total()));
   }
@@ -222,7 +233,8 @@ void print(const RowsOptions& options, const Measured& measured) {
     json["gather_s"] = median(measured.gather_s);
     json["alone_read_s"] = median(measured.alone_read_s);
     json["rows_of_step"] = rows;
-    json["read_bytes"] = mean(measured.read_bytes);
+    json["read_bytes"] = mean(measured.all_read_bytes);
+    json["lookup_read_bytes"] = mean(measured.lookup_bytes);
     json["written_bytes"] = mean(measured.written_bytes);
     json["link_up_bytes"] = mean(measured.up_bytes);
     json["link_down_bytes"] = mean(measured.down_bytes);
@@ -251,11 +263,12 @@ void print(const RowsOptions& options, const Measured& measured) {
              step / alone, alone);
   fmt::print("rows were gathered in {:.3f} s; their pages alone were read in {:.3f} s\n",
              median(measured.gather_s), median(measured.alone_read_s));
-  fmt::print("read {}, written {}; over the link {} up, {} down\n",
-             base::format_bytes(static_cast<uint64_t>(mean(measured.read_bytes))),
-             base::format_bytes(static_cast<uint64_t>(mean(measured.written_bytes))),
-             base::format_bytes(static_cast<uint64_t>(mean(measured.up_bytes))),
-             base::format_bytes(static_cast<uint64_t>(mean(measured.down_bytes))));
+  const auto bytes = [](const std::vector<double>& values) {
+    return base::format_bytes(static_cast<uint64_t>(mean(values)));
+  };
+  fmt::print("read {}, {} of it to look rows up; written {}; over the link {} up, {} down\n",
+             bytes(measured.all_read_bytes), bytes(measured.lookup_bytes),
+             bytes(measured.written_bytes), bytes(measured.up_bytes), bytes(measured.down_bytes));
   fmt::print("in the mean {:.3f} s; simulated {:.3f} s\n", mean(measured.step_s), simulated.step_s);
 }
 

@@ -106,6 +106,7 @@ base::Status PagesAlone::move(storage::IoOp op, uint32_t file, uint32_t depth, u
 
 /// Rows lie in memory as chance has it, as in a cache that has been in use.
 void time_rows(const RowWork& work, sim::Machine& machine) {
+  using plan::RowUse;
   constexpr uint64_t kPagesBytes = 64 * base::kMiB;
   const uint64_t record_bytes = kernels::record_bytes(work.rule, work.dim);
   const uint64_t page_bytes = base::page_bytes(record_bytes);
@@ -115,7 +116,6 @@ void time_rows(const RowWork& work, sim::Machine& machine) {
   std::vector<uint32_t> shuffled(rows);
   std::iota(shuffled.begin(), shuffled.end(), 0u);
   std::shuffle(shuffled.begin(), shuffled.end(), std::mt19937_64(3));
-  for (uint64_t i = 0; i < rows; ++i) (void)cache.insert(shuffled[i], false);
   base::RowMap index(2 * rows);
   const std::vector<std::byte> pages(kPagesBytes / page_bytes * page_bytes, std::byte{1});
   std::mt19937_64 random(4);
@@ -133,6 +133,8 @@ void time_rows(const RowWork& work, sim::Machine& machine) {
   const kernels::RowScalars scalars = kernels::make_row_scalars(rule, 1e-3, 1, 1);
   std::vector<double> host_s, row_s, page_s, update_s;
   for (int pass = 0; pass < 3; ++pass) {
+    cache.clear();
+    for (const uint32_t row : shuffled) (void)cache.insert(row, RowUse::kLookup);
     const std::vector<int64_t> ids = numbers.next(count);
     uint64_t begin_ns = base::now_ns();
     const auto lap = [&](std::vector<double>& times) {
@@ -163,7 +165,7 @@ void time_rows(const RowWork& work, sim::Machine& machine) {
     }
     lap(host_s);
     for (size_t i = 0; i < count; ++i) {
-      kernels::read_weights(cache.find(batch.rows[0][i], true), dim, work.gradient_type,
+      kernels::read_weights(cache.find(batch.rows[0][i], RowUse::kOfStep), dim, work.gradient_type,
                             out.data() + i * row_bytes);
     }
     lap(row_s);
@@ -172,7 +174,7 @@ void time_rows(const RowWork& work, sim::Machine& machine) {
     for (size_t i = 0; i < count; ++i) {
       const std::span<std::byte> record =
           std::span(records).subspan(i * record_bytes, record_bytes);
-      std::ranges::copy(cache.find(batch.rows[0][i], false), record.begin());
+      std::ranges::copy(cache.find(batch.rows[0][i], RowUse::kBeside), record.begin());
       kernels.cast_to_f32(out.data() + i * row_bytes, work.gradient_type, gradient.data(), dim);
       kernels::update_record(scalars, gradient, record);
       undo.emplace_back(batch.rows[0][i], index.find(batch.rows[0][i]));
@@ -180,7 +182,7 @@ void time_rows(const RowWork& work, sim::Machine& machine) {
       // As into a page of the log, which is sealed, and into the cache.
       std::ranges::copy(record, log.begin() + static_cast<ptrdiff_t>(i * record_bytes));
       seal = base::checksum(record, seal);
-      std::ranges::copy(record, cache.find(batch.rows[0][i], false).begin());
+      std::ranges::copy(record, cache.find(batch.rows[0][i], RowUse::kBeside).begin());
       cache.release(batch.rows[0][i]);
     }
     lap(update_s);
@@ -188,19 +190,13 @@ void time_rows(const RowWork& work, sim::Machine& machine) {
       const uint64_t at = random() % (pages.size() / page_bytes) * page_bytes;
       seal = base::checksum(std::span(pages).subspan(at, page_bytes), seal);
       const auto row = static_cast<uint32_t>(rows + (pass * count + i) % rows);
-      if (index.find(row) != base::RowMap::kNone || !cache.find(row, false).empty()) continue;
-      const std::span<std::byte> record = cache.insert(row, true);
+      if (index.find(row) != base::RowMap::kNone || !cache.find(row, RowUse::kLookup).empty())
+        continue;
+      const std::span<std::byte> record = cache.insert(row, RowUse::kOfStep);
       std::ranges::copy(std::span(pages).subspan(at, record_bytes), record.begin());
       kernels::read_weights(record, dim, work.gradient_type, out.data() + i * row_bytes);
     }
     lap(page_s);
-    cache.release_all();
-    for (size_t i = 0; i < count; ++i) {  // as they were
-      if (cache.find(batch.rows[0][i], false).empty()) (void)cache.insert(batch.rows[0][i], false);
-    }
-    for (uint32_t row = 0; row < rows; ++row) {
-      if (cache.find(row, false).empty()) (void)cache.insert(row, false);
-    }
   }
   machine.host.row_s = median(host_s);
   for (sim::DeviceGroup& device : machine.devices) {

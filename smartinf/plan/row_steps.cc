@@ -60,8 +60,8 @@ RowDeviceShape RowDeviceShape::make(uint64_t rows, uint64_t dim, uint64_t record
                       base::round_up(base::row_pages(rows, record_bytes), base::kRowPageUnit) +
                       index + index / 2 + records * kUndoBytes;
   if (memory_bytes > shape.fixed_bytes) {
-    shape.cache_rows =
-        std::min(rows, (memory_bytes - shape.fixed_bytes) / (record_bytes + RowClock::kBytesOfRow));
+    shape.cache_rows = std::min(
+        rows, (memory_bytes - shape.fixed_bytes) / (record_bytes + RowQueues::kBytesOfRow));
   }
   return shape;
 }
@@ -88,12 +88,12 @@ RowWork& RowWork::operator+=(const RowWork& other) {
 
 RowDevice::RowDevice(const RowDeviceShape& shape) : shape_(shape), cache_(shape.cache_rows) {}
 
-void RowDevice::read(std::span<const uint32_t> rows, bool keep, RowWork& work) {
+void RowDevice::read(std::span<const uint32_t> rows, RowUse use, RowWork& work) {
   const uint64_t page_bytes = base::page_bytes(shape_.row.record_bytes);
   const uint64_t per_page = base::records_per_page(shape_.row.record_bytes);
   std::vector<uint32_t> missing;
   for (const uint32_t row : rows) {
-    if (cache_.find(row, keep) == RowClock::kNone) missing.push_back(row);
+    if (cache_.find(row, use) == RowQueues::kNone) missing.push_back(row);
   }
   work.rows += rows.size();
   work.cached += rows.size() - missing.size();
@@ -106,7 +106,7 @@ void RowDevice::read(std::span<const uint32_t> rows, bool keep, RowWork& work) {
     } else {
       pages_.push_back(page);
     }
-    (void)cache_.insert(row, keep);
+    (void)cache_.insert(row, use);
   }
   make_distinct(pages_);
   make_distinct(homes);
@@ -116,7 +116,7 @@ void RowDevice::read(std::span<const uint32_t> rows, bool keep, RowWork& work) {
 
 RowWork RowDevice::gather(std::span<const uint32_t> rows) {
   RowWork work;
-  read(rows, true, work);
+  read(rows, RowUse::kOfStep, work);
   return work;
 }
 
@@ -129,7 +129,7 @@ RowWork RowDevice::update(std::span<const uint32_t> rows) {
   while (used() > 0 && used() + step_pages + merge_pages > shape_.log_pages) merge(work);
   for (size_t first = 0; first < rows.size(); first += kRowsAtOnce) {
     const auto some = rows.subspan(first, std::min<size_t>(kRowsAtOnce, rows.size() - first));
-    read(some, false, work);
+    read(some, RowUse::kBeside, work);
     for (const uint32_t row : some) cache_.release(row);
   }
   for (size_t first = 0; first < rows.size(); first += per_log_page) {

@@ -1,6 +1,6 @@
 // A device's part of a table while steps go by, without its bytes: which rows are cached, which
 // wait in the log, and what the drive reads and writes. The simulator counts by it. It follows
-// csd::RowsAccess and storage::RowFile, with the cache's clock and the pages of both.
+// csd::RowsAccess and storage::RowFile, with the cache's queues and the pages of both.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "smartinf/base/row_map.h"
-#include "smartinf/plan/row_clock.h"
+#include "smartinf/plan/row_queues.h"
 #include "smartinf/plan/row_schedule.h"
 
 namespace smartinf::plan {
@@ -64,12 +64,12 @@ class RowDevice {
   RowWork commit();
 
  private:
-  void read(std::span<const uint32_t> rows, bool keep, RowWork& work);
+  void read(std::span<const uint32_t> rows, RowUse use, RowWork& work);
   void merge(RowWork& work);
   uint64_t used() const { return log_.size(); }
 
   RowDeviceShape shape_;
-  RowClock cache_;
+  RowQueues cache_;
   base::RowMap index_;                     // row -> number of its newest record's page in the log
   std::deque<std::vector<uint32_t>> log_;  // rows of its pages; of a merge's there are none
   uint32_t tail_ = 0;                      // number of log_.front()

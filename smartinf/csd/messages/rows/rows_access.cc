@@ -354,12 +354,12 @@ void RowsAccess::begin_record(const Table& table, uint32_t row, std::span<const 
 
 template <typename Visit>
 Status RowsAccess::for_each_record(Table& table, std::span<const uint32_t> rows,
-                                   std::span<const kernels::RowScalars> steps, bool keep,
+                                   std::span<const kernels::RowScalars> steps, plan::RowUse use,
                                    const Visit& visit) {
   std::vector<uint32_t> missing;
   std::vector<size_t> missing_at;
   for (size_t i = 0; i < rows.size(); ++i) {
-    const std::span<std::byte> record = table.cache->find(rows[i], keep);
+    const std::span<std::byte> record = table.cache->find(rows[i], use);
     if (record.empty()) {
       missing.push_back(rows[i]);
       missing_at.push_back(i);
@@ -372,7 +372,7 @@ Status RowsAccess::for_each_record(Table& table, std::span<const uint32_t> rows,
   std::vector<std::byte> aside(table.record_bytes);
   const auto number = static_cast<uint32_t>(&table - tables_.data());
   return file_->read(number, missing, [&](size_t i, std::span<const std::byte> stored) {
-    std::span<std::byte> record = table.cache->insert(missing[i], keep);
+    std::span<std::byte> record = table.cache->insert(missing[i], use);
     if (record.empty()) record = aside;
     begin_record(table, missing[i], stored, record);
     bring_up(steps, record);
@@ -385,7 +385,8 @@ Status RowsAccess::gather(const GatherRows& message) {
   const uint64_t row_out = table->shape.dim * base::data_type_bytes(message.type);
   SI_RETURN_IF_ERROR(check_rows(*table, message.rows, message.out.size(), row_out));
   const bool keep = message.keep && table->shape.kind == RowTableKind::kState;
-  return for_each_record(*table, row_numbers(message.rows), table->steps, keep,
+  return for_each_record(*table, row_numbers(message.rows), table->steps,
+                         keep ? plan::RowUse::kOfStep : plan::RowUse::kLookup,
                          [&](size_t i, std::span<const std::byte> record) {
                            kernels::read_weights(record, table->shape.dim, message.type,
                                                  message.out.data() + i * row_out);
@@ -396,7 +397,7 @@ Status RowsAccess::prefetch(const PrefetchRows& message) {
   SI_ASSIGN_OR_RETURN(Table * table, find(message.table));
   SI_RETURN_IF_ERROR(check_rows(*table, message.rows, 0, 0));
   if (table->cache->capacity() == 0) return Status();
-  return for_each_record(*table, row_numbers(message.rows), table->steps, false,
+  return for_each_record(*table, row_numbers(message.rows), table->steps, plan::RowUse::kBeside,
                          [](size_t, std::span<const std::byte>) {});
 }
 
@@ -442,7 +443,7 @@ Status RowsAccess::update(const UpdateRows& message) {
     const auto record_of = [&](size_t i) {
       return std::span(records).subspan(i * table->record_bytes, table->record_bytes);
     };
-    SI_RETURN_IF_ERROR(for_each_record(*table, some, before, false,
+    SI_RETURN_IF_ERROR(for_each_record(*table, some, before, plan::RowUse::kBeside,
                                        [&](size_t i, std::span<const std::byte> record) {
                                          std::ranges::copy(record, record_of(i).begin());
                                        }));
@@ -454,7 +455,7 @@ Status RowsAccess::update(const UpdateRows& message) {
     SI_RETURN_IF_ERROR(file_->append(message.table, some,
                                      std::span(records).first(some.size() * table->record_bytes)));
     for (size_t i = 0; i < some.size(); ++i) {
-      const std::span<std::byte> cached = table->cache->find(some[i], false);
+      const std::span<std::byte> cached = table->cache->find(some[i], plan::RowUse::kBeside);
       if (cached.empty()) continue;
       std::ranges::copy(record_of(i), cached.begin());
       table->cache->release(some[i]);

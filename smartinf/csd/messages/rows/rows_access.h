@@ -79,7 +79,7 @@ class RowsAccess final : public BesideAccess {
   /// record), in any order; those that are not cached are read, and cached unless there is no room.
   template <typename Visit>
   base::Status for_each_record(Table& table, std::span<const uint32_t> rows,
-                               std::span<const kernels::RowScalars> steps, bool keep,
+                               std::span<const kernels::RowScalars> steps, plan::RowUse use,
                                const Visit& visit);
   void begin_record(const Table& table, uint32_t row, std::span<const std::byte> stored,
                     std::span<std::byte> record) const;

@@ -257,10 +257,9 @@ class Batch {
     job.save_every_s = flags_.save_every_s;
     job.keep_journal = true;  // until keys and values are deleted
     job.stop = stop_;
-    const Status ran = train::BatchJob(*prompts_, *files_, &coder, **decoder, job)
-                           .run([&](const BatchProgress& progress) {
-                             screen_.show(progress, store_);
-                           });
+    const Status ran =
+        train::BatchJob(*prompts_, *files_, &coder, **decoder, job)
+            .run([&](const BatchProgress& progress) { screen_.show(progress, store_); });
     screen_.end(ran.ok());
     SI_RETURN_IF_ERROR(ran);
     decoder->reset();

@@ -9,6 +9,7 @@
 #include "smartinf/graph/generators.h"
 #include "smartinf/graph/neighbourhood.h"
 #include "smartinf/graph/partition.h"
+#include "smartinf/graph/shares.h"
 
 namespace smartinf::graph {
 namespace {
@@ -126,6 +127,53 @@ TEST(Neighbourhood, OrdersByHopsAndSamplesWhatLeadsFurther) {
   EXPECT_EQ(rows[0].halo, 3u);  // 2, 4, 8
   EXPECT_EQ(rows[1].halo, 4u);  // 1, 5, 6, 7
   EXPECT_EQ(rows[2].halo, 2u);  // 1, 4
+}
+
+TEST(Shares, RanksOfAServerComputeWhatItPreloads) {
+  // A path 0 - 1 - ... - 7 on two servers of two ranks.
+  std::vector<Edge> edges;
+  for (Vertex v = 0; v < 7; ++v) edges.push_back({v, v + 1});
+  const Csr csr = both_ways(8, edges);
+  const Spread spread{.bounds = {0, 2, 4, 6, 8}, .servers = 2};
+  EXPECT_EQ(spread.owner(5), 2u);
+  const std::vector<Propagation> steps = propagations(3, 2);
+  EXPECT_THAT(steps, ElementsAre(Propagation{.out = 1, .preloaded = true}, Propagation{},
+                                 Propagation{.between = true}, Propagation{.between = true},
+                                 Propagation{.between = true}));
+  ServerShare first(csr, spread, 0, 2, 1);  // rings 4 and 5, in pieces of one vertex
+  EXPECT_THAT(first.computed(1, 0), ElementsAre(2, 3));
+  EXPECT_THAT(first.computed(0, 2), ElementsAre(0, 1));
+  EXPECT_THAT(first.computed(1, 9), ElementsAre(2, 3, 4, 5));
+  EXPECT_THAT(first.read_only(1), ElementsAre(1, 6));
+  EXPECT_THAT(first.lacking(1, Propagation{}),
+              ElementsAre(ElementsAre(1), IsEmpty(), IsEmpty(), IsEmpty()));
+  EXPECT_THAT(first.lacking(1, {.between = true}),
+              ElementsAre(ElementsAre(1), IsEmpty(), ElementsAre(4), IsEmpty()));
+  EXPECT_THAT(first.lacking(1, {.out = 1, .preloaded = true})[0], IsEmpty());
+  // A sample of one hop has 4, and its edge to 3; 5 is not there.
+  const Csr sample = sampled_graph(csr, spread, 0, {.hops = 1, .fanout = 2});
+  EXPECT_THAT(sample.neighbours(4), ElementsAre(3));
+  EXPECT_THAT(sample.neighbours(5), IsEmpty());
+  EXPECT_THAT(sampled_propagations(3, 1)[1].out, 1u);
+  EXPECT_THAT(sampled_propagations(3, 1)[2].out, 0u);
+}
+
+TEST(Shares, PreloadIsChosenByRatesAndRoom) {
+  const std::vector<PreloadCost> costs{
+      {.hops = 0, .work = 0.5, .between_bytes = 1000, .room_bytes = 10},
+      {.hops = 1, .work = 0.5, .between_bytes = 600, .room_bytes = 20},
+      {.hops = 2, .work = 1.0, .within_bytes = 100, .room_bytes = 30}};
+  PreloadRates rates{.alone_s = 1, .within = 1e3, .between = 1e9};
+  EXPECT_EQ(choose_preload(costs, rates).value(), 1u);  // a fast link
+  rates.between = 1e3;
+  EXPECT_NEAR(predicted_seconds(costs[1], rates), 1.1, 1e-12);
+  EXPECT_EQ(choose_preload(costs, rates).value(), 1u);  // 1.1 s each: fewer hops
+  rates.between = 900;
+  EXPECT_EQ(choose_preload(costs, rates).value(), 2u);
+  rates.room_bytes = 29;
+  EXPECT_EQ(choose_preload(costs, rates).value(), 1u);
+  rates.room_bytes = 9;
+  EXPECT_THAT(choose_preload(costs, rates).status().to_string(), HasSubstr("10 B at least"));
 }
 
 TEST(Generators, AreSeededAndOfTheirShape) {

@@ -2,8 +2,9 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
+#include <filesystem>
 #include <future>
-#include <numeric>
 #include <thread>
 #include <utility>
 
@@ -29,6 +30,7 @@ constexpr uint64_t kRowsAtOnce = 1 << 14;
 /// Rows are shared out as the parameters' subgroups are: so many more of these, which nothing reads
 /// or writes, spread them over the devices.
 constexpr uint64_t kSpreadBlocks = 16;
+constexpr uint64_t kExchangeBytes = 8 << 20;  // that a rank sends at once, and receives
 
 std::vector<EpochPlan::Table> tables_of(std::span<const Layer> layers, size_t& sets) {
   std::vector<EpochPlan::Table> tables{{"features", layers[0].in, false}};
@@ -52,26 +54,86 @@ size_t gradients(const EpochPlan& plan, size_t layers, size_t layer, bool to_nei
 
 bool has_own(const Layer& layer) { return layer.model != Model::kGcn; }
 
-std::vector<int64_t> ids_of(const Part& part, bool with_halo) {
-  std::vector<int64_t> ids(part.count);
-  std::iota(ids.begin(), ids.end(), int64_t{part.first});
-  if (with_halo) ids.insert(ids.end(), part.halo.begin(), part.halo.end());
-  return ids;
+/// The part of a graph's blocks that a rank has.
+std::pair<size_t, size_t> blocks_of(const Graph& graph, uint32_t rank, uint32_t ranks) {
+  const size_t blocks = graph.blocks.size() - 1;
+  return {blocks * rank / ranks, blocks * (rank + 1) / ranks};
 }
 
-std::vector<Part> make_parts(const Graph& graph, uint32_t count) {
+uint64_t largest_block(const Graph& graph) {
+  uint64_t most = 1;
+  for (size_t b = 0; b + 1 < graph.blocks.size(); ++b) {
+    most = std::max<uint64_t>(most, graph.blocks[b + 1] - graph.blocks[b]);
+  }
+  return most;
+}
+
+Result<graph::Spread> spread_of(const Graph& graph, const RankOptions& ranks) {
   const size_t blocks = graph.blocks.size() - 1;
-  graph::Neighbourhood around(graph.csr);
-  std::vector<Part> parts(count);
+  if (ranks.servers == 0 || ranks.ranks % ranks.servers != 0) {
+    return Status(ErrorCode::kInvalidArgument,
+                  fmt::format("{} ranks on {} servers", ranks.ranks, ranks.servers),
+                  "Each server has as many ranks.");
+  }
+  if (ranks.ranks > blocks) {
+    return Status(ErrorCode::kInvalidArgument,
+                  fmt::format("{} ranks, and the graph has {} blocks", ranks.ranks, blocks),
+                  "Take fewer ranks, or partition the graph into smaller blocks.");
+  }
+  graph::Spread spread{.bounds = {0}, .servers = ranks.servers};
+  for (uint32_t r = 0; r < ranks.ranks; ++r) {
+    spread.bounds.push_back(graph.blocks[blocks_of(graph, r, ranks.ranks).second]);
+  }
+  return spread;
+}
+
+/// What every rank hands to every other one for a propagation. shares: of all servers.
+std::vector<std::vector<std::vector<Vertex>>> all_lacking(std::span<graph::ServerShare> shares,
+                                                          const graph::Spread& spread,
+                                                          const graph::Propagation& step) {
+  std::vector<std::vector<std::vector<Vertex>>> lacking;
+  for (uint32_t rank = 0; rank < spread.ranks(); ++rank) {
+    lacking.push_back(shares[spread.server_of(rank)].lacking(rank, step));
+  }
+  return lacking;
+}
+
+/// A rank's blocks, and its pieces of the rings around its server, in about `count` parts for as
+/// many vertices as the blocks have.
+std::vector<Part> make_parts(const Graph& graph, const RankOptions& ranks, const graph::Csr& csr,
+                             const graph::ServerShare& share, uint32_t count) {
+  const auto [first_block, end_block] = blocks_of(graph, ranks.rank, ranks.ranks);
+  const size_t blocks = end_block - first_block;
+  std::vector<Part> parts;
+  const auto begin = [&](uint32_t ring) { parts.emplace_back().ring = ring; };
+  const auto add = [&](std::span<const Vertex> vertices, uint64_t number, bool sums) {
+    Part& part = parts.back();
+    if (sums) part.blocks.push_back({number, part.count(), vertices.size()});
+    part.vertices.insert(part.vertices.end(), vertices.begin(), vertices.end());
+  };
+  const std::span<const Vertex> computed = share.computed(ranks.rank, ~uint32_t{0});
   for (uint32_t p = 0; p < count; ++p) {
-    Part& part = parts[p];
-    part.first_block = blocks * p / count;
-    part.end_block = blocks * (p + 1) / count;
-    part.first = graph.blocks[part.first_block];
-    part.count = graph.blocks[part.end_block] - part.first;
-    std::vector<Vertex> own(part.count);
-    std::iota(own.begin(), own.end(), part.first);
-    graph::HopOrder order = around.within(own, 1);
+    begin(0);
+    for (size_t b = blocks * p / count; b < blocks * (p + 1) / count; ++b) {
+      const size_t first = graph.blocks[first_block + b] - graph.blocks[first_block];
+      const size_t size = graph.blocks[first_block + b + 1] - graph.blocks[first_block + b];
+      add(computed.subspan(first, size), first_block + b, true);
+    }
+  }
+  const size_t of_part = base::divide_up(blocks, count);
+  size_t has = 0;
+  // Behind all blocks, each server in turn.
+  const uint64_t numbers = (uint64_t{ranks.rank / (ranks.ranks / ranks.servers)} + 1) << 32;
+  for (const auto& [ring, first, size, number] : share.pieces(ranks.rank)) {
+    if (parts.back().ring != ring || has++ == of_part) {
+      begin(ring);
+      has = 1;
+    }
+    add(computed.subspan(first, size), numbers + number, ranks.sampling.has_value());
+  }
+  graph::Neighbourhood around(csr);
+  for (Part& part : parts) {
+    const graph::HopOrder order = around.within(part.vertices, 1);
     part.halo.assign(order.vertices.begin() + static_cast<int64_t>(order.ends[0]),
                      order.vertices.end());
   }
@@ -84,29 +146,92 @@ uint64_t bytes_of(std::span<const Part> parts, std::span<const Layer> layers) {
     uint64_t gathered = 0;  // of a pass backward: what the layer begins with, and two gradients
     for (size_t l = 0; l < layers.size(); ++l) {
       const uint64_t out = l + 1 < layers.size() ? layers[l].out : 0;
-      gathered = std::max(gathered, part.rows() * (layers[l].in + out) + part.count * out);
+      gathered = std::max(gathered, part.rows() * (layers[l].in + out) + part.count() * out);
     }
     // Once in use, once for the next part, and once on the way from a device.
-    const uint64_t floats = 3 * gathered + part.count * LayerPass::floats_of_vertex(layers);
+    const uint64_t floats = 3 * gathered + part.count() * LayerPass::floats_of_vertex(layers);
     most = std::max(most, floats * sizeof(float));
   }
   return most;
 }
 
-}  // namespace
+/// Of an epoch: the steps of propagations() that go forward are the layers, and those that go
+/// backward bring gradients from the layer `l`.
+size_t backward_step(size_t layers, size_t l) { return 2 * layers - 1 - l; }
 
-Result<EpochPlan> plan_epoch(const Graph& graph, std::span<const Layer> layers,
-                             const EpochOptions& options) {
-  EpochPlan plan;
-  const auto blocks = static_cast<uint32_t>(graph.blocks.size() - 1);
-  if (options.parts > blocks) {
+uint32_t rings_of(std::span<const Layer> layers, const RankOptions& ranks) {
+  if (!layers[0].neighbours()) return 0;
+  return ranks.sampling ? ranks.sampling->hops : std::max(1u, ranks.preload) - 1;
+}
+
+std::vector<graph::Propagation> steps_of(std::span<const Layer> layers, const RankOptions& ranks) {
+  const auto count = static_cast<uint32_t>(layers.size());
+  if (!layers[0].neighbours()) return graph::propagations(count, 1);
+  return ranks.sampling ? graph::sampled_propagations(count, ranks.sampling->hops)
+                        : graph::propagations(count, ranks.preload);
+}
+
+/// Adds vertices, rows and messages of a rank to a plan that has its spread.
+Status plan_rank(const Graph& graph, std::span<const Layer> layers, const EpochOptions& options,
+                 EpochPlan& plan) {
+  const RankOptions& ranks = options.ranks;
+  const uint32_t most = 2 * static_cast<uint32_t>(layers.size()) - 1;
+  if (ranks.preload > most) {
     return Status(ErrorCode::kInvalidArgument,
-                  fmt::format("{} parts, and the graph has {} blocks", options.parts, blocks),
-                  "Take fewer parts, or partition the graph into smaller blocks.");
+                  fmt::format("{} hops to preload, and {} layers take in neighbours {} times, "
+                              "forward and backward",
+                              ranks.preload, layers.size(), most),
+                  fmt::format("Take --preload {} or less.", most));
+  }
+  plan.steps = steps_of(layers, ranks);
+  const uint32_t server = plan.spread.server_of(ranks.rank);
+  if (ranks.sampling) {
+    plan.sample = graph::sampled_graph(graph.csr, plan.spread, server, *ranks.sampling);
+  }
+  const graph::Csr& csr = plan.sample ? *plan.sample : graph.csr;
+  const uint64_t piece = largest_block(graph);
+  std::vector<graph::ServerShare> shares;
+  for (uint32_t s = 0; s < ranks.servers; ++s) {
+    shares.emplace_back(csr, plan.spread, s, s == server ? rings_of(layers, ranks) : 0, piece);
+  }
+  graph::ServerShare& share = shares[server];
+  const std::span<const Vertex> computed = share.computed(ranks.rank, ~uint32_t{0});
+  plan.vertices.assign(computed.begin(), computed.end());
+  const std::vector<Vertex> read_only = share.read_only(ranks.rank);
+  if (layers[0].neighbours()) {
+    plan.vertices.insert(plan.vertices.end(), read_only.begin(), read_only.end());
+  }
+  const bool all_features = ranks.ranks == 1 || plan.steps[0].preloaded;
+  plan.features = all_features ? plan.vertices.size() : computed.size();
+
+  for (size_t s = 0; s < plan.steps.size(); ++s) {
+    const auto same = std::find(plan.steps.begin(), plan.steps.end(), plan.steps[s]);
+    EpochPlan::Exchange exchange;
+    if (const auto at = static_cast<size_t>(same - plan.steps.begin()); at < s) {
+      exchange = plan.exchanges[at];
+    } else if (layers[0].neighbours()) {
+      for (uint32_t r = 0; r < ranks.ranks; ++r) {
+        const uint32_t of = plan.spread.server_of(r);
+        exchange.send.emplace_back();
+        if (of != server && !plan.steps[s].between) continue;
+        std::vector<std::vector<Vertex>> lacking = shares[of].lacking(r, plan.steps[s]);
+        exchange.send.back() = lacking[ranks.rank];
+        if (r == ranks.rank) exchange.receive = std::move(lacking);
+      }
+    }
+    plan.exchanges.push_back(std::move(exchange));
   }
   const uint64_t room = options.memory_bytes / 2;
+  const auto [first_block, end_block] = blocks_of(graph, ranks.rank, ranks.ranks);
+  const auto blocks = static_cast<uint32_t>(end_block - first_block);
+  if (options.parts > blocks) {
+    return Status(ErrorCode::kInvalidArgument,
+                  fmt::format("{} parts, and {} has {} blocks", options.parts,
+                              ranks.ranks == 1 ? "the graph" : "a rank", blocks),
+                  "Take fewer parts, or partition the graph into smaller blocks.");
+  }
   for (uint32_t count = std::max(1u, options.parts);; count = std::min(2 * count, blocks)) {
-    plan.parts = make_parts(graph, count);
+    plan.parts = make_parts(graph, ranks, csr, share, count);
     plan.part_bytes = bytes_of(plan.parts, layers);
     if (plan.part_bytes <= room) break;
     if (options.parts > 0 || count == blocks) {
@@ -114,50 +239,158 @@ Result<EpochPlan> plan_epoch(const Graph& graph, std::span<const Layer> layers,
           ErrorCode::kOutOfMemory,
           fmt::format("the largest of {} parts takes {} with its neighbours' rows, and half "
                       "of the memory is {}",
-                      count, base::format_bytes(plan.part_bytes), base::format_bytes(room)),
+                      plan.parts.size(), base::format_bytes(plan.part_bytes),
+                      base::format_bytes(room)),
           fmt::format("Allow --memory {}{}.", base::format_bytes(2 * plan.part_bytes),
                       count == blocks ? ", or partition the graph into smaller blocks"
                                       : ", or more --parts"));
     }
   }
+  return Status();
+}
+
+}  // namespace
+
+Result<EpochPlan> plan_epoch(const Graph& graph, std::span<const Layer> layers,
+                             const EpochOptions& options) {
+  EpochPlan plan;
+  SI_ASSIGN_OR_RETURN(plan.spread, spread_of(graph, options.ranks));
+  SI_RETURN_IF_ERROR(plan_rank(graph, layers, options, plan));
   size_t sets = 0;
   plan.tables = tables_of(layers, sets);
   uint64_t left = std::min(options.keep_bytes, options.memory_bytes / 4);
   for (EpochPlan::Table& table : plan.tables) {
-    const uint64_t bytes = uint64_t{graph.csr.vertices()} * table.dim * sizeof(float);
+    const uint64_t bytes = plan.vertices.size() * table.dim * sizeof(float);
     table.in_memory = bytes <= left;
     if (table.in_memory) left -= bytes;
   }
   plan.table_memory_bytes = options.memory_bytes / 4;
-  const auto gathers = [&](size_t table, const Part& part, bool with_halo) {
+  const auto reads = [&](size_t table, uint64_t rows) {
     if (plan.tables[table].in_memory) return;
-    const uint64_t rows = with_halo ? part.rows() : part.count;
     plan.rows_gathered += rows;
     plan.up_bytes += rows * plan.tables[table].dim * sizeof(float);
     plan.down_bytes += rows * sizeof(uint32_t);
   };
-  const auto puts = [&](size_t table, const Part& part) {
+  const auto writes = [&](size_t table, uint64_t rows) {
     if (plan.tables[table].in_memory) return;
-    plan.rows_put += part.count;
-    plan.down_bytes += part.count * (plan.tables[table].dim * sizeof(float) + sizeof(uint32_t));
+    plan.rows_put += rows;
+    plan.down_bytes += rows * (plan.tables[table].dim * sizeof(float) + sizeof(uint32_t));
+  };
+  const auto gathers = [&](size_t table, const Part& part, bool with_halo) {
+    reads(table, with_halo ? part.rows() : part.count());
+  };
+  const auto exchanges = [&](size_t step, size_t table) {
+    const EpochPlan::Exchange& rows = plan.exchanges[step];
+    for (uint32_t r = 0; r < rows.send.size(); ++r) {
+      reads(table, rows.send[r].size());
+      writes(table, rows.receive[r].size());
+      const bool within = plan.spread.server_of(r) == plan.spread.server_of(options.ranks.rank);
+      (within ? plan.within_bytes : plan.between_bytes) +=
+          rows.send[r].size() * plan.tables[table].dim * sizeof(float);
+    }
   };
   const size_t last = layers.size() - 1;
-  for (const Part& part : plan.parts) {
-    for (size_t l = 0; l <= last; ++l) {
-      const bool halo = layers[l].neighbours();
-      gathers(l, part, halo);
-      if (l < last) {
-        puts(l + 1, part);
+  const bool halo = layers[0].neighbours();
+  for (size_t l = 0; l <= last; ++l) {
+    exchanges(l, l);
+    if (l > 0) exchanges(backward_step(last + 1, l), gradients(plan, last + 1, l, true));
+    for (const Part& part : plan.parts) {
+      const uint32_t forward = plan.steps[l].out;
+      if (part.ring <= forward) gathers(l, part, halo);
+      if (part.ring <= forward && l < last) writes(l + 1, part.count());
+      const size_t backward = l < last ? backward_step(last + 1, l + 1) : l;
+      if (l < last && part.ring <= plan.steps[backward].out) {
         gathers(l, part, halo);
         if (has_own(layers[l])) gathers(gradients(plan, last + 1, l + 1, false), part, false);
         if (halo) gathers(gradients(plan, last + 1, l + 1, true), part, true);
       }
-      if (l == 0) continue;
-      if (has_own(layers[l])) puts(gradients(plan, last + 1, l, false), part);
-      if (halo) puts(gradients(plan, last + 1, l, true), part);
+      // A sample puts zeros for the rings that it leaves out backward.
+      if (l == 0 || (part.ring > plan.steps[backward].out && !plan.sample)) continue;
+      if (has_own(layers[l])) writes(gradients(plan, last + 1, l, false), part.count());
+      if (halo) writes(gradients(plan, last + 1, l, true), part.count());
     }
   }
   return plan;
+}
+
+Result<std::vector<graph::PreloadCost>> preload_costs(const Graph& graph,
+                                                      std::span<const Layer> layers,
+                                                      const RankOptions& ranks) {
+  SI_ASSIGN_OR_RETURN(const graph::Spread spread, spread_of(graph, ranks));
+  const size_t count = layers.size();
+  size_t sets = 0;
+  uint64_t dims = 0;
+  for (const EpochPlan::Table& table : tables_of(layers, sets)) dims += table.dim;
+  /// Multiplications of a layer: forward, and backward with forward once more.
+  const auto forward = [&](size_t l, uint64_t rows, uint64_t edges) {
+    return static_cast<double>(rows) * layers[l].width() * layers[l].out +
+           static_cast<double>(edges) * layers[l].in;
+  };
+  const auto backward = [&](size_t l, uint64_t rows, uint64_t edges) {
+    const double again = l + 1 < count ? forward(l, rows, edges) : 0;
+    const double collected = l + 1 < count ? static_cast<double>(edges) * layers[l].out : 0;
+    return again + collected + 2.0 * static_cast<double>(rows) * layers[l].width() * layers[l].out;
+  };
+  double all = 0;
+  for (size_t l = 0; l < count; ++l) {
+    all += forward(l, graph.csr.vertices(), graph.csr.edges());
+    all += backward(l, graph.csr.vertices(), graph.csr.edges());
+  }
+  std::vector<graph::PreloadCost> costs;
+  for (uint32_t hops = 0; hops < 2 * count; ++hops) {
+    RankOptions with = ranks;
+    with.preload = hops;
+    with.sampling.reset();
+    const std::vector<graph::Propagation> steps = steps_of(layers, with);
+    std::vector<graph::ServerShare> shares;
+    for (uint32_t s = 0; s < spread.servers; ++s) {
+      shares.emplace_back(graph.csr, spread, s, rings_of(layers, with), largest_block(graph));
+    }
+    graph::PreloadCost& cost = costs.emplace_back();
+    cost.hops = hops;
+    for (uint32_t r = 0; r < spread.ranks(); ++r) {
+      graph::ServerShare& share = shares[spread.server_of(r)];
+      const auto edges_of = [&](std::span<const Vertex> vertices) {
+        uint64_t edges = 0;
+        for (const Vertex v : vertices) edges += graph.csr.degree(v);
+        return edges;
+      };
+      double work = 0;
+      for (size_t l = 0; l < count; ++l) {
+        const auto of = share.computed(r, steps[l].out);
+        work += forward(l, of.size(), edges_of(of));
+        const size_t step = l + 1 < count ? backward_step(count, l + 1) : l;
+        const auto back = share.computed(r, steps[step].out);
+        work += backward(l, back.size(), edges_of(back));
+      }
+      cost.work = std::max(cost.work, work / all);
+      const uint64_t rows = share.computed(r, ~uint32_t{0}).size() + share.read_only(r).size();
+      cost.room_bytes = std::max(cost.room_bytes, rows * dims * sizeof(float));
+    }
+    for (size_t s = 0; s < steps.size() && layers[0].neighbours(); ++s) {
+      const uint64_t row = layers[s < count ? s : 2 * count - 1 - s].in * sizeof(float);
+      // Sent and received, by rank and by server.
+      std::vector<std::array<uint64_t, 2>> within(spread.ranks()), between(spread.servers);
+      const auto lacking = all_lacking(shares, spread, steps[s]);
+      for (uint32_t to = 0; to < spread.ranks(); ++to) {
+        for (uint32_t from = 0; from < spread.ranks(); ++from) {
+          const uint64_t bytes = lacking[to][from].size() * row;
+          const uint32_t here = spread.server_of(to);
+          const uint32_t there = spread.server_of(from);
+          (here == there ? within[from] : between[there])[0] += bytes;
+          (here == there ? within[to] : between[here])[1] += bytes;
+        }
+      }
+      const auto most = [](const auto& moved) {
+        uint64_t bytes = 0;
+        for (const auto& [sent, received] : moved) bytes = std::max({bytes, sent, received});
+        return bytes;
+      };
+      cost.within_bytes += most(within);
+      cost.between_bytes += most(between);
+    }
+  }
+  return costs;
 }
 
 Epochs::Epochs(const Graph& graph, const EpochOptions& options, std::vector<Layer> layers)
@@ -169,6 +402,15 @@ Epochs::Epochs(const Graph& graph, const EpochOptions& options, std::vector<Laye
       base::enum_name(options.model.model), options.model.layers, options.model.hidden,
       graph.digest, graph.csr.vertices(), graph.csr.edges() / 2, graph.feature_count,
       graph.classes);
+  const RankOptions& ranks = options.ranks;
+  if (ranks.ranks == 1) return;
+  identity_ += fmt::format(", by {} ranks on {} servers, ", ranks.ranks, ranks.servers);
+  if (ranks.sampling) {
+    identity_ += fmt::format("on samples of {} hops, {} neighbours and seed {}",
+                             ranks.sampling->hops, ranks.sampling->fanout, ranks.sampling->seed);
+  } else {
+    identity_ += fmt::format("with {} hops preloaded", ranks.preload);
+  }
 }
 
 Result<std::unique_ptr<Epochs>> Epochs::open(const Graph& graph, const EpochOptions& options) {
@@ -179,21 +421,50 @@ Result<std::unique_ptr<Epochs>> Epochs::open(const Graph& graph, const EpochOpti
 }
 
 Status Epochs::begin() {
-  SI_ASSIGN_OR_RETURN(plan_, plan_epoch(graph_, layers_, options_));
-  for (size_t v = 0; v < graph_.labels.size(); ++v) {
-    trained_.push_back(graph_.split[v] == Split::kTrain ? graph_.labels[v] : -1);
+  Result<EpochPlan> plan = plan_epoch(graph_, layers_, options_);
+  if (plan.ok()) plan_ = std::move(*plan);
+  Status opened = plan.status();
+  if (opened.ok()) opened = open_devices();
+  if (!alone()) {
+    opened =
+        engine::all_ok(*options_.ranks.collectives, engine::Channel::kControl, identity_, opened);
   }
-  space_ = space_of(layers_);
-  parameter_count_ = space_.count();
-  const uint64_t spread = base::round_up(parameter_count_, base::kBlockElements) -
-                          parameter_count_ + kSpreadBlocks * base::kBlockElements;
+  SI_RETURN_IF_ERROR(opened);
+  SI_RETURN_IF_ERROR(share_parameters(Status()));
+  const uint32_t cores = std::max(1u, std::thread::hardware_concurrency());
+  layer_pass_ = std::make_unique<LayerPass>(plan_.sample ? *plan_.sample : graph_.csr, parameters_,
+                                            options_.threads > 0 ? options_.threads : cores);
+  return Status();
+}
+
+Status Epochs::open_devices() {
+  const auto& bounds = plan_.spread.bounds;
+  const uint32_t of_server = plan_.spread.ranks_of_server();
+  const uint32_t first = options_.ranks.rank / of_server * of_server;
+  for (size_t v = 0; v < graph_.labels.size(); ++v) {
+    const bool other = plan_.sample && (v < bounds[first] || v >= bounds[first + of_server]);
+    trained_.push_back(graph_.split[v] == Split::kTrain && !other ? graph_.labels[v] : -1);
+  }
+  row_of_.resize(graph_.csr.vertices());
+  for (size_t row = 0; row < plan_.vertices.size(); ++row) {
+    row_of_[plan_.vertices[row]] = static_cast<uint32_t>(row);
+  }
+  sums_.resize(layers_.size());
+  parameter_count_ = space_of(layers_).count();
+  if (first_rank()) space_ = space_of(layers_);
+  const uint64_t spread = base::round_up(space_.count(), base::kBlockElements) - space_.count() +
+                          kSpreadBlocks * base::kBlockElements;
   SI_RETURN_IF_ERROR(space_.add("spread", {spread}, 1));
-  parameters_.resize(space_.count());
-  gradient_.resize(parameter_count_);
+  parameters_.resize(std::max(space_.count(), parameter_count_));
 
   engine::UpdaterOptions engine;
   for (const std::string& path : options_.devices) {
-    engine.devices.emplace_back().path = path;
+    std::string& own = engine.devices.emplace_back().path;
+    own = path;
+    if (options_.ranks.ranks == 1) continue;
+    own += fmt::format("/rank.{}", options_.ranks.rank);
+    std::error_code failed;
+    if (options_.create) std::filesystem::create_directories(own, failed);
   }
   engine.rule.rule = kernels::UpdateRule::kAdam;
   engine.gradient_type = base::DataType::kF32;
@@ -201,12 +472,14 @@ Status Epochs::begin() {
   engine.memory_budget_bytes = uint64_t{64} << 20;
   engine.table_memory_bytes = plan_.table_memory_bytes;
   engine.create = options_.create;
+  engine.pin_threads = options_.ranks.ranks == 1;
   for (size_t t = 0; t < plan_.tables.size(); ++t) {
     engine::TableOptions& table = engine.tables.emplace_back();
     table.name = plan_.tables[t].name;
-    table.rows = graph_.csr.vertices();
+    table.rows = plan_.vertices.size();
     table.dim = plan_.tables[t].dim;
-    table.kind = t == 0 ? storage::RowTableKind::kData : storage::RowTableKind::kScratch;
+    table.kind =
+        t == 0 && !features_come() ? storage::RowTableKind::kData : storage::RowTableKind::kScratch;
   }
   SI_ASSIGN_OR_RETURN(updater_, engine::Updater::open(engine, space_));
   fresh_ = updater_->fresh();
@@ -224,39 +497,60 @@ Status Epochs::begin() {
   in_memory_.resize(plan_.tables.size());
   for (size_t t = 0; t < plan_.tables.size(); ++t) {
     if (!plan_.tables[t].in_memory) continue;
-    in_memory_[t].resize(uint64_t{graph_.csr.vertices()} * plan_.tables[t].dim);
+    in_memory_[t].resize(plan_.vertices.size() * plan_.tables[t].dim);
   }
   SI_RETURN_IF_ERROR(put_features());
   if (fresh_) {
-    const std::vector<float> initial = initial_parameters(layers_, options_.seed);
+    SI_ASSIGN_OR_RETURN(const std::vector<float> initial, first_parameters());
     SI_RETURN_IF_ERROR(updater_->initialize(
-        [&](uint64_t first, std::span<float> out) {
+        [&](uint64_t first_element, std::span<float> out) {
           for (size_t i = 0; i < out.size(); ++i) {
-            out[i] = first + i < initial.size() ? initial[first + i] : 0.0f;
+            out[i] = first_element + i < initial.size() ? initial[first_element + i] : 0.0f;
           }
           return Status();
         },
         nlohmann::json{{"run", identity_}, {"epoch", 0}}.dump()));
   }
-  SI_RETURN_IF_ERROR(updater_->load_weights(
-      base::DataType::kF32, [&](uint64_t first) { return parameters_.data() + first; }));
-  const uint32_t cores = std::max(1u, std::thread::hardware_concurrency());
-  layer_pass_ = std::make_unique<LayerPass>(graph_.csr, graph_.blocks, parameters_,
-                                            options_.threads > 0 ? options_.threads : cores);
-  return Status();
+  return updater_->load_weights(base::DataType::kF32,
+                                [&](uint64_t at) { return parameters_.data() + at; });
+}
+
+Result<std::vector<float>> Epochs::first_parameters() const {
+  std::vector<float> values;
+  if (!first_rank()) return values;
+  if (options_.start.empty()) return initial_parameters(layers_, options_.seed);
+  SI_ASSIGN_OR_RETURN(const auto file, model::SafetensorsFile::open(options_.start));
+  const plan::ParameterSpace space = space_of(layers_);
+  for (const plan::ParameterRange& range : space.ranges()) {
+    const std::span<const std::byte> bytes = file.tensor(range.name);
+    const size_t at = values.size();
+    values.resize(at + range.count);
+    if (bytes.size() != range.count * sizeof(float)) {
+      return Status(ErrorCode::kMismatch,
+                    fmt::format("{} has {} bytes of {}, and the network {}", options_.start,
+                                bytes.size(), range.name, range.count * sizeof(float)),
+                    "Give the --model, --layers and --hidden that it was written with.");
+    }
+    std::memcpy(values.data() + at, bytes.data(), bytes.size());
+  }
+  return values;
 }
 
 /// In the order of the file: to the devices when the run begins, and to memory where they stay.
 Status Epochs::put_features() {
-  const std::vector<Vertex> number = graph::inverse(graph_.order);
+  constexpr uint32_t kElsewhere = ~uint32_t{0};
+  std::vector<Vertex> vertex_of(graph_.csr.vertices(), kElsewhere);  // of each row of the file
+  for (size_t i = 0; i < plan_.features; ++i) {
+    vertex_of[graph_.order[plan_.vertices[i]]] = plan_.vertices[i];
+  }
   const uint64_t dim = graph_.feature_count;
-  std::vector<float> some;
-  std::vector<int64_t> ids;
-  for (uint64_t row = 0; row < number.size(); row += kRowsAtOnce) {
-    if (!fresh_ && in_memory_[0].empty()) return Status();
-    ids.assign(number.begin() + static_cast<int64_t>(row),
-               number.begin() + static_cast<int64_t>(std::min(number.size(), row + kRowsAtOnce)));
-    some.resize(ids.size() * dim);
+  const bool puts = fresh_ || features_come();  // scratch rows are lost when a run is closed
+  std::vector<float> some, kept;
+  std::vector<Vertex> vertices;
+  for (uint64_t row = 0; row < vertex_of.size(); row += kRowsAtOnce) {
+    if (!puts && in_memory_[0].empty()) return Status();
+    const uint64_t count = std::min(vertex_of.size() - row, kRowsAtOnce);
+    some.resize(count * dim);
     SI_RETURN_IF_ERROR(graph_.features.read(row * dim, std::span(some)));
     if (const auto bad = std::ranges::find_if_not(some, [](float x) { return std::isfinite(x); });
         bad != some.end()) {
@@ -265,55 +559,129 @@ Status Epochs::put_features() {
                     fmt::format("feature {} of row {} of {} is not finite", at % dim, at / dim,
                                 graph_.features.path()));
     }
-    if (fresh_) SI_RETURN_IF_ERROR(updater_->tables()->put(0, ids, some));
-    for (size_t i = 0; !in_memory_[0].empty() && i < ids.size(); ++i) {
-      std::copy_n(some.begin() + static_cast<int64_t>(i * dim), dim,
-                  in_memory_[0].begin() + ids[i] * static_cast<int64_t>(dim));
+    vertices.clear();
+    kept.clear();
+    for (uint64_t i = 0; i < count; ++i) {
+      if (vertex_of[row + i] == kElsewhere) continue;
+      vertices.push_back(vertex_of[row + i]);
+      kept.insert(kept.end(), some.begin() + static_cast<int64_t>(i * dim),
+                  some.begin() + static_cast<int64_t>((i + 1) * dim));
     }
+    const std::vector<int64_t> ids = rows_of(vertices);
+    if (puts) SI_RETURN_IF_ERROR(updater_->tables()->put(0, ids, kept));
+    if (!in_memory_[0].empty()) SI_RETURN_IF_ERROR(write(0, vertices, kept));
   }
   return Status();
 }
 
+std::vector<int64_t> Epochs::rows_of(std::span<const Vertex> vertices) const {
+  std::vector<int64_t> rows;
+  rows.reserve(vertices.size());
+  for (const Vertex v : vertices) rows.push_back(row_of_[v]);
+  return rows;
+}
+
+Status Epochs::read(size_t table, std::span<const Vertex> vertices, std::span<float> out) {
+  const uint64_t dim = plan_.tables[table].dim;
+  const std::vector<int64_t> rows = rows_of(vertices);
+  if (const std::vector<float>& held = in_memory_[table]; !held.empty()) {
+    for (size_t i = 0; i < rows.size(); ++i) {
+      std::copy_n(held.begin() + rows[i] * static_cast<int64_t>(dim), dim,
+                  out.begin() + static_cast<int64_t>(i * dim));
+    }
+    return Status();
+  }
+  const std::lock_guard lock(tables_mutex_);
+  return updater_->tables()->gather(table, rows, base::DataType::kF32, out.data(), /*keep=*/false);
+}
+
+Status Epochs::write(size_t table, std::span<const Vertex> vertices,
+                     std::span<const float> values) {
+  const uint64_t dim = plan_.tables[table].dim;
+  const std::vector<int64_t> rows = rows_of(vertices);
+  if (std::vector<float>& held = in_memory_[table]; !held.empty()) {
+    for (size_t i = 0; i < rows.size(); ++i) {
+      std::copy_n(values.begin() + static_cast<int64_t>(i * dim), dim,
+                  held.begin() + rows[i] * static_cast<int64_t>(dim));
+    }
+    return Status();
+  }
+  const std::lock_guard lock(tables_mutex_);
+  return updater_->tables()->put(table, rows, values);
+}
+
 Result<Epochs::Gathered> Epochs::gather(const Part& part, std::span<const Wanted> wanted) {
   Gathered gathered;
+  std::vector<Vertex> all = part.vertices;
+  all.insert(all.end(), part.halo.begin(), part.halo.end());
   for (const Wanted& want : wanted) {
-    const uint64_t dim = plan_.tables[want.table].dim;
-    const std::vector<int64_t> ids = ids_of(part, want.with_halo);
-    std::vector<float>& rows = gathered.emplace_back(ids.size() * dim);
-    const std::vector<float>& held = in_memory_[want.table];
-    for (size_t i = 0; !held.empty() && i < ids.size(); ++i) {
-      std::copy_n(held.begin() + ids[i] * static_cast<int64_t>(dim), dim,
-                  rows.begin() + static_cast<int64_t>(i * dim));
-    }
-    if (!held.empty()) continue;
-    const std::lock_guard lock(tables_mutex_);
-    SI_RETURN_IF_ERROR(updater_->tables()->gather(want.table, ids, base::DataType::kF32,
-                                                  rows.data(), /*keep=*/false));
+    const std::span<const Vertex> vertices = want.with_halo ? all : part.vertices;
+    std::vector<float>& rows =
+        gathered.emplace_back(vertices.size() * plan_.tables[want.table].dim);
+    SI_RETURN_IF_ERROR(read(want.table, vertices, rows));
   }
   return gathered;
 }
 
-Status Epochs::put(size_t table, const Part& part, std::span<const float> values) {
-  if (std::vector<float>& held = in_memory_[table]; !held.empty()) {
-    std::ranges::copy(values,
-                      held.begin() + int64_t{part.first} * int64_t{plan_.tables[table].dim});
-    return Status();
+Status Epochs::exchange(size_t step, size_t table, EpochReport& report) {
+  const EpochPlan::Exchange& rows = plan_.exchanges[step];
+  if (alone() || rows.send.empty()) return Status();
+  const uint64_t begin_ns = base::now_ns();
+  engine::Collectives& ranks = *options_.ranks.collectives;
+  const uint64_t dim = plan_.tables[table].dim;
+  const uint64_t at_once =
+      std::max<uint64_t>(1, kExchangeBytes / (uint64_t{ranks.world()} * dim * sizeof(float)));
+  const auto some = [&](const std::vector<Vertex>& vertices, uint64_t first) {
+    first = std::min<uint64_t>(first, vertices.size());
+    return std::span(vertices).subspan(first, std::min(at_once, vertices.size() - first));
+  };
+  for (uint64_t first = 0;; first += at_once) {
+    std::vector<std::vector<float>> sent(ranks.world()), received(ranks.world());
+    std::vector<std::unique_ptr<engine::Collectives::Pending>> calls;
+    for (uint32_t r = 0; r < ranks.world(); ++r) {
+      received[r].resize(some(rows.receive[r], first).size() * dim);
+      if (received[r].empty()) continue;
+      SI_ASSIGN_OR_RETURN(calls.emplace_back(),
+                          ranks.receive(engine::Channel::kForward,
+                                        std::as_writable_bytes(std::span(received[r])), r));
+    }
+    for (uint32_t r = 0; r < ranks.world(); ++r) {
+      const std::span<const Vertex> vertices = some(rows.send[r], first);
+      if (vertices.empty()) continue;
+      sent[r].resize(vertices.size() * dim);
+      SI_RETURN_IF_ERROR(read(table, vertices, sent[r]));
+      const auto bytes = std::as_bytes(std::span(sent[r]));
+      SI_ASSIGN_OR_RETURN(calls.emplace_back(), ranks.send(engine::Channel::kForward, bytes, r));
+      const bool within = plan_.spread.server_of(r) == plan_.spread.server_of(ranks.rank());
+      (within ? report.within_bytes : report.between_bytes) += bytes.size();
+    }
+    if (calls.empty()) break;
+    for (const auto& call : calls) SI_RETURN_IF_ERROR(call->wait());
+    for (uint32_t r = 0; r < ranks.world(); ++r) {
+      if (!received[r].empty()) {
+        SI_RETURN_IF_ERROR(write(table, some(rows.receive[r], first), received[r]));
+      }
+    }
   }
-  const std::lock_guard lock(tables_mutex_);
-  return updater_->tables()->put(table, ids_of(part, false), values);
+  report.exchange_seconds += base::seconds_since(begin_ns);
+  return Status();
 }
 
 template <typename Compute>
-Status Epochs::over_parts(std::vector<Wanted> wanted, const Compute& compute) {
+Status Epochs::over_parts(uint32_t rings, std::vector<Wanted> wanted, const Compute& compute) {
+  std::vector<const Part*> parts;
+  for (const Part& part : plan_.parts) {
+    if (part.ring <= rings) parts.push_back(&part);
+  }
   const auto start = [&](size_t p) {
-    return std::async(std::launch::async, [&, p] { return gather(plan_.parts[p], wanted); });
+    return std::async(std::launch::async, [&, p] { return gather(*parts[p], wanted); });
   };
   std::future<Result<Gathered>> next = start(0);
-  for (size_t p = 0; p < plan_.parts.size(); ++p) {
+  for (size_t p = 0; p < parts.size(); ++p) {
     const Result<Gathered> rows = next.get();
     SI_RETURN_IF_ERROR(rows.status());
-    if (p + 1 < plan_.parts.size()) next = start(p + 1);
-    SI_RETURN_IF_ERROR(compute(plan_.parts[p], *rows));
+    if (p + 1 < parts.size()) next = start(p + 1);
+    SI_RETURN_IF_ERROR(compute(*parts[p], *rows));
   }
   return Status();
 }
@@ -323,58 +691,79 @@ Result<EpochReport> Epochs::pass(bool trains) {
   report.epoch = done_;
   const uint64_t begin_ns = base::now_ns();
   const engine::UpdaterTraffic before = updater_->traffic();
-  std::ranges::fill(gradient_, 0.0f);
-  std::array<uint64_t, 3> right{};
-  std::array<uint64_t, 3> all{};
+  std::vector<double> block_losses;
+  std::array<uint64_t, 6> counts{};  // right and all of each split
   const size_t last = layers_.size() - 1;
+  const bool neighbours = layers_[0].neighbours();
   const auto scale = static_cast<float>(1.0 / static_cast<double>(graph_.train_count));
   /// Hands on what the layer before needs.
   const auto hand_on = [&](size_t l, const Part& part,
                            LayerPass::InputGradient gradient) -> Status {
     if (l == 0) return Status();
     if (has_own(layers_[l])) {
-      SI_RETURN_IF_ERROR(put(gradients(plan_, last + 1, l, false), part, gradient.own));
+      SI_RETURN_IF_ERROR(write(gradients(plan_, last + 1, l, false), part.vertices, gradient.own));
     }
-    if (!layers_[l].neighbours()) return Status();
-    return put(gradients(plan_, last + 1, l, true), part, gradient.to_neighbours);
+    if (!neighbours) return Status();
+    return write(gradients(plan_, last + 1, l, true), part.vertices, gradient.to_neighbours);
+  };
+  /// Of rings for which a sample's layer is not computed.
+  const auto hand_on_zeros = [&](size_t l) -> Status {
+    for (const Part& part : plan_.parts) {
+      if (!plan_.sample || l == 0 || part.ring <= plan_.steps[l].out) continue;
+      std::vector<float> zeros(part.count() * layers_[l].in);
+      SI_RETURN_IF_ERROR(hand_on(l, part, {zeros, zeros}));
+    }
+    return Status();
   };
   for (size_t l = 0; l <= last; ++l) {
     const Layer& layer = layers_[l];
+    SI_RETURN_IF_ERROR(exchange(l, l, report));
     SI_RETURN_IF_ERROR(over_parts(
-        {{l, layer.neighbours()}}, [&](const Part& part, const Gathered& rows) -> Status {
+        plan_.steps[l].out, {{l, neighbours}},
+        [&](const Part& part, const Gathered& rows) -> Status {
           const std::span<float> values = layer_pass_->forward(layer, part, rows[0]);
-          if (l < last) return put(l + 1, part, values);
+          if (l < last) return write(l + 1, part.vertices, values);
           const LayerPass::Outcome outcome = layer_pass_->loss(part, trained_, scale, values);
-          for (const double loss : outcome.block_losses) report.loss += loss;
-          for (size_t i = 0; i < part.count; ++i) {
-            const auto split = static_cast<size_t>(graph_.split[part.first + i]);
+          if (part.ring == 0) {
+            block_losses.insert(block_losses.end(), outcome.block_losses.begin(),
+                                outcome.block_losses.end());
+          }
+          for (size_t i = 0; part.ring == 0 && i < part.count(); ++i) {
+            const Vertex v = part.vertices[i];
+            const auto split = static_cast<size_t>(graph_.split[v]);
             if (split > 2) continue;
-            ++all[split];
-            right[split] +=
-                static_cast<int32_t>(outcome.predicted[i]) == graph_.labels[part.first + i];
+            ++counts[3 + split];
+            counts[split] += static_cast<int32_t>(outcome.predicted[i]) == graph_.labels[v];
           }
           if (!trains) return Status();
-          return hand_on(l, part, layer_pass_->backward(layer, part, values, gradient_, l > 0));
+          return hand_on(l, part, layer_pass_->backward(layer, part, values, sums_[l], l > 0));
         }));
   }
+  if (trains) SI_RETURN_IF_ERROR(hand_on_zeros(last));
   for (size_t l = last; trains && l-- > 0;) {
     const Layer& layer = layers_[l];
     const Layer& above = layers_[l + 1];
-    std::vector<Wanted> wanted{{l, layer.neighbours()}};
+    const size_t step = backward_step(last + 1, l + 1);
+    const size_t to_neighbours = gradients(plan_, last + 1, l + 1, true);
+    std::vector<Wanted> wanted{{l, neighbours}};
     if (has_own(above)) wanted.push_back({gradients(plan_, last + 1, l + 1, false), false});
-    if (above.neighbours()) wanted.push_back({gradients(plan_, last + 1, l + 1, true), true});
-    SI_RETURN_IF_ERROR(over_parts(wanted, [&](const Part& part, const Gathered& rows) {
-      (void)layer_pass_->forward(layer, part, rows[0]);
-      const std::vector<float> none;
-      const std::span<const float> gradient = layer_pass_->collect(
-          above, part, has_own(above) ? rows[1] : none, above.neighbours() ? rows.back() : none);
-      return hand_on(l, part, layer_pass_->backward(layer, part, gradient, gradient_, l > 0));
-    }));
+    if (neighbours) wanted.push_back({to_neighbours, true});
+    SI_RETURN_IF_ERROR(exchange(step, to_neighbours, report));
+    SI_RETURN_IF_ERROR(
+        over_parts(plan_.steps[step].out, wanted, [&](const Part& part, const Gathered& rows) {
+          (void)layer_pass_->forward(layer, part, rows[0]);
+          const std::vector<float> none;
+          const std::span<const float> gradient = layer_pass_->collect(
+              above, part, has_own(above) ? rows[1] : none, neighbours ? rows.back() : none);
+          return hand_on(l, part, layer_pass_->backward(layer, part, gradient, sums_[l], l > 0));
+        }));
+    SI_RETURN_IF_ERROR(hand_on_zeros(l));
   }
+  SI_RETURN_IF_ERROR(share_report(block_losses, report, counts));
   report.loss /= static_cast<double>(graph_.train_count);
   for (size_t i = 0; i < 3; ++i) {
     report.accuracy[i] =
-        static_cast<double>(right[i]) / static_cast<double>(std::max<uint64_t>(1, all[i]));
+        static_cast<double>(counts[i]) / static_cast<double>(std::max<uint64_t>(1, counts[3 + i]));
   }
   const engine::UpdaterTraffic moved = updater_->traffic().since(before);
   report.up_bytes = moved.host_link.up_total();
@@ -383,10 +772,113 @@ Result<EpochReport> Epochs::pass(bool trains) {
   return report;
 }
 
+Status Epochs::share_report(std::span<const double> block_losses, EpochReport& report,
+                            std::array<uint64_t, 6>& counts) {
+  report.planned_within_bytes = plan_.within_bytes;
+  report.planned_between_bytes = plan_.between_bytes;
+  const std::array<uint64_t*, 10> summed{&counts[0],
+                                         &counts[1],
+                                         &counts[2],
+                                         &counts[3],
+                                         &counts[4],
+                                         &counts[5],
+                                         &report.within_bytes,
+                                         &report.between_bytes,
+                                         &report.planned_within_bytes,
+                                         &report.planned_between_bytes};
+  std::string mine;
+  for (const uint64_t* const count : summed) {
+    mine.append(reinterpret_cast<const char*>(count), sizeof *count);
+  }
+  mine.append(reinterpret_cast<const char*>(block_losses.data()), block_losses.size_bytes());
+  std::vector<std::string> all{mine};
+  if (!alone()) {
+    SI_ASSIGN_OR_RETURN(
+        all, engine::all_gather(*options_.ranks.collectives, engine::Channel::kControl, mine));
+  }
+  for (uint64_t* const count : summed) *count = 0;
+  for (const std::string& of_rank : all) {  // in the order of blocks
+    const char* at = of_rank.data();
+    const auto take = [&](auto& value) {
+      std::memcpy(&value, at, sizeof value);
+      at += sizeof value;
+    };
+    uint64_t count = 0;
+    for (uint64_t* const sum : summed) take(count), *sum += count;
+    for (double loss = 0; at < of_rank.data() + of_rank.size();) take(loss), report.loss += loss;
+  }
+  return Status();
+}
+
+Status Epochs::share_sums() {
+  if (alone()) return Status();
+  engine::Collectives& ranks = *options_.ranks.collectives;
+  const auto control = engine::Channel::kControl;
+  // Of each node its layer, first block and number of blocks; then all sums.
+  std::vector<uint64_t> heads;
+  std::vector<float> values;
+  for (size_t l = 0; !first_rank() && l < sums_.size(); ++l) {
+    for (const BlockSums::Node& node : sums_[l].nodes()) {
+      heads.insert(heads.end(), {l, node.first, node.blocks});
+      values.insert(values.end(), node.sum.begin(), node.sum.end());
+    }
+    sums_[l].nodes().clear();
+  }
+  const std::array<uint64_t, 2> sizes{heads.size(), values.size()};
+  SI_ASSIGN_OR_RETURN(const std::vector<uint64_t> all,
+                      engine::all_gather_values(ranks, control, std::span<const uint64_t>(sizes)));
+  const auto finish = [](engine::Collectives::Started call) -> Status {
+    SI_RETURN_IF_ERROR(call.status());
+    return (*call)->wait();
+  };
+  if (!first_rank()) {
+    SI_RETURN_IF_ERROR(finish(ranks.send(control, std::as_bytes(std::span(heads)), 0)));
+    return finish(ranks.send(control, std::as_bytes(std::span(values)), 0));
+  }
+  std::vector<std::vector<BlockSums::Node>> nodes(sums_.size());
+  for (size_t l = 0; l < sums_.size(); ++l) nodes[l] = std::move(sums_[l].nodes());
+  for (uint32_t r = 1; r < ranks.world(); ++r) {
+    heads.resize(all[2 * r]);
+    values.resize(all[2 * r + 1]);
+    SI_RETURN_IF_ERROR(finish(ranks.receive(control, std::as_writable_bytes(std::span(heads)), r)));
+    SI_RETURN_IF_ERROR(
+        finish(ranks.receive(control, std::as_writable_bytes(std::span(values)), r)));
+    auto value = values.begin();
+    for (size_t i = 0; i < heads.size(); i += 3) {
+      const Layer& layer = layers_[heads[i]];
+      const auto end = value + static_cast<int64_t>(layer.end - layer.weight);
+      nodes[heads[i]].push_back({heads[i + 1], heads[i + 2], std::vector<float>(value, end)});
+      value = end;
+    }
+  }
+  for (size_t l = 0; l < sums_.size(); ++l) {
+    sums_[l] = {};
+    std::ranges::sort(nodes[l], {}, &BlockSums::Node::first);
+    for (BlockSums::Node& node : nodes[l]) sums_[l].add(std::move(node));
+  }
+  return Status();
+}
+
+Status Epochs::share_parameters(Status mine) {
+  if (alone()) return mine;
+  engine::Collectives& ranks = *options_.ranks.collectives;
+  const auto control = engine::Channel::kControl;
+  SI_RETURN_IF_ERROR(engine::all_ok(ranks, control, "parameters", mine));
+  SI_RETURN_IF_ERROR(
+      engine::broadcast(ranks, control, std::as_writable_bytes(std::span(&done_, 1)), 0));
+  return engine::broadcast(
+      ranks, control, std::as_writable_bytes(std::span(parameters_).first(parameter_count_)), 0);
+}
+
 Status Epochs::update() {
+  std::vector<float> gradient;
+  for (BlockSums& sums : sums_) {
+    const std::vector<float> of_layer = sums.total();
+    gradient.insert(gradient.end(), of_layer.begin(), of_layer.end());
+  }
   SI_RETURN_IF_ERROR(updater_->begin_step());
   SI_RETURN_IF_ERROR(
-      updater_->put_gradient(0, gradient_.data(), base::DataType::kF32, parameter_count_));
+      updater_->put_gradient(0, gradient.data(), base::DataType::kF32, parameter_count_));
   SI_RETURN_IF_ERROR(updater_->skip_gradient(parameter_count_, space_.count() - parameter_count_));
   SI_ASSIGN_OR_RETURN(const engine::GradientSummary summary, updater_->finish_gradients(1));
   if (!std::isfinite(summary.norm)) {
@@ -410,7 +902,8 @@ Status Epochs::update() {
 Result<EpochReport> Epochs::train() {
   SI_ASSIGN_OR_RETURN(EpochReport report, pass(true));
   const uint64_t begin_ns = base::now_ns();
-  SI_RETURN_IF_ERROR(update());
+  SI_RETURN_IF_ERROR(share_sums());
+  SI_RETURN_IF_ERROR(share_parameters(first_rank() ? update() : Status()));
   report.epoch = done_;
   report.seconds += base::seconds_since(begin_ns);
   return report;

@@ -1,6 +1,6 @@
-"""smartinf-gnn beside torch in memory, and beside itself: other parts, devices and memory, and after kills.
+"""smartinf-gnn beside torch in memory, and beside itself: other parts, devices, memory and ranks, and after kills.
 
-Usage: gnn_test.py COMMAND; exits with 77 where there is no torch or numpy.
+Usage: gnn_test.py COMMAND [--ranks]; exits with 77 where there is no torch or numpy. --ranks: it was built with ranks.
 """
 
 import json
@@ -25,6 +25,10 @@ except ImportError as error:
     sys.exit(77)
 
 COMMAND = pathlib.Path(sys.argv.pop(1)).resolve()
+WITH_RANKS = "--ranks" in sys.argv
+sys.argv = [word for word in sys.argv if word != "--ranks"]
+sys.path.append(str(pathlib.Path(__file__).resolve().parents[2] / "tests"))
+from rank_processes import Ranks  # noqa: E402
 
 
 def run(*words, fails=False):
@@ -129,6 +133,75 @@ class Gnn(unittest.TestCase):
             process.send_signal(signal.SIGINT)
             self.assertIn("smartinf-gnn: interrupted", process.communicate()[1])
             self.assertEqual(process.returncode, 130)
+
+    def ranks(self, count, devices, epochs, *more):
+        return Ranks([*map(str, [COMMAND, *self.words("train", devices, "--epochs", epochs, "--threads", 1, *more)])], count)
+
+    def train_ranks(self, count, devices, epochs, *more):
+        """What rank 0 prints, with its counts as planned."""
+        with self.ranks(count, devices, epochs, *more) as ranks:
+            if any(codes := ranks.wait()):
+                raise AssertionError(f"{codes}: {[ranks.err(rank) for rank in range(count)]}")
+            rows = [json.loads(line) for line in ranks.out(0).splitlines()]
+        for row in rows:
+            for name in ("up_bytes", "down_bytes", "within_bytes", "between_bytes"):
+                self.assertEqual(row[name], row[f"planned_{name}"], name)
+        return rows
+
+    @unittest.skipUnless(WITH_RANKS, "built without torch")
+    def test_bits_are_those_of_one_process_for_all_ranks(self):
+        for flags, ways in (
+            (("--layers", 3), ((2, 1, 1), (2, 2, 0), (2, 2, 3), (4, 2, 4), (3, 3, 5))),
+            (("--model", "gcn"), ((3, 3, 0), (4, 2, 2))),
+        ):
+            whole = [row["loss"] for row in self.train(self.devices(), 4, *flags)]
+            between = []
+            for ranks, servers, hops in ways:
+                with self.subTest(flags=flags, ranks=ranks, servers=servers, hops=hops):
+                    keep = ("--keep", 0, "--parts", 2) if hops % 2 == 0 else ()
+                    devices = self.devices(1 + hops % 2)
+                    rows = self.train_ranks(ranks, devices, 4, *flags, "--servers", servers, "--preload", hops, *keep)
+                    self.assertEqual([row["loss"] for row in rows], whole)
+                    self.assertEqual(rows[0]["within_bytes"] == 0, servers == ranks)
+                    between.append(rows[0]["between_bytes"])
+            if len(between) == 5:
+                self.assertGreater(between[1], between[2])  # 0 hops and 3
+                self.assertEqual((between[0], between[4]), (0, 0))  # one server, and all hops
+        with self.ranks(3, self.devices(), 1, "--servers", 2) as ranks:
+            self.assertTrue(all(ranks.wait()))
+            self.assertIn("3 ranks on 2 servers", ranks.err(0))
+
+    @unittest.skipUnless(WITH_RANKS, "built without torch")
+    def test_servers_train_on_samples(self):
+        flags = ("--layers", 3, "--servers", 2, "--sample", 1, "--fanout", 3)
+        rows = self.train_ranks(2, self.devices(), 10, *flags)
+        self.assertEqual(rows[0]["between_bytes"], 0)
+        self.assertLess(rows[-1]["loss"], 0.9 * rows[0]["loss"])
+        again = self.train_ranks(4, self.devices(2), 10, *flags, "--keep", 0, "--parts", 2)
+        self.assertEqual([row["loss"] for row in again], [row["loss"] for row in rows])
+        # As large a sample as there can be is the whole graph, up to the order of sums.
+        whole = self.train(self.devices(), 10, "--layers", 3)
+        rows = self.train_ranks(2, self.devices(), 10, "--layers", 3, "--servers", 2, "--sample", 5, "--fanout", 1500)
+        numpy.testing.assert_allclose([row["loss"] for row in rows], [row["loss"] for row in whole], rtol=1e-5)
+        self.assertNotEqual(whole[0]["loss"], again[0]["loss"])
+
+    @unittest.skipUnless(WITH_RANKS, "built without torch")
+    def test_killed_ranks_lose_nothing(self):
+        epochs, flags = 12, ("--servers", 2, "--preload", 2, "--keep", 0)
+        whole = {row["epoch"]: row["loss"] for row in self.train(self.devices(), epochs)}
+        devices, draw, seen = self.devices(), random.Random(4), {}
+        for kill in range(2):
+            with self.ranks(2, devices, epochs, *flags) as ranks:
+                ranks.wait_for(0, "\n")
+                time.sleep(draw.uniform(0, 0.05))
+                ranks.processes[kill].kill()
+                self.assertTrue(all(ranks.wait()))
+                self.assertIn(f"rank {kill}", ranks.err(1 - kill))
+                seen |= {row["epoch"]: row["loss"] for row in map(json.loads, ranks.out(0).splitlines())}
+        self.assertLess(len(seen), epochs)
+        seen |= {row["epoch"]: row["loss"] for row in self.train_ranks(2, devices, epochs, *flags)}
+        self.assertEqual({epoch: whole[epoch] for epoch in seen}, seen)
+        self.assertIn(epochs, seen)
 
     def test_arrays_and_edges_of_ones_own(self):
         draw = numpy.random.default_rng(1)

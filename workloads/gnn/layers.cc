@@ -55,6 +55,7 @@ std::vector<Layer> layers_of(const ModelOptions& options, uint32_t features, uin
     layer.bias = take(layer.out);
     if (layer.norm) layer.factor = take(layer.out);
     if (layer.norm) layer.shift = take(layer.out);
+    layer.end = at;
     layers.push_back(layer);
   }
   return layers;
@@ -89,10 +90,32 @@ std::vector<float> initial_parameters(std::span<const Layer> layers, uint64_t se
   return values;
 }
 
-LayerPass::LayerPass(const graph::Csr& csr, std::span<const Vertex> blocks,
-                     std::span<const float> parameters, uint32_t threads)
+void BlockSums::add(Node node) {
+  while (!nodes_.empty()) {
+    Node& last = nodes_.back();
+    const bool pair = last.blocks == node.blocks && last.first % (2 * last.blocks) == 0 &&
+                      last.first + last.blocks == node.first;
+    if (!pair) break;
+    for (size_t i = 0; i < node.sum.size(); ++i) last.sum[i] += node.sum[i];
+    last.blocks *= 2;
+    node = std::move(last);
+    nodes_.pop_back();
+  }
+  nodes_.push_back(std::move(node));
+}
+
+std::vector<float> BlockSums::total() {
+  std::vector<float> sum;
+  for (; !nodes_.empty(); nodes_.pop_back()) {
+    std::vector<float>& node = nodes_.back().sum;
+    for (size_t i = 0; i < sum.size(); ++i) node[i] += sum[i];
+    sum = std::move(node);
+  }
+  return sum;
+}
+
+LayerPass::LayerPass(const graph::Csr& csr, std::span<const float> parameters, uint32_t threads)
     : csr_(csr),
-      blocks_(blocks),
       parameters_(parameters),
       scale_(csr.vertices()),
       team_(threads, "gnn"),
@@ -114,8 +137,8 @@ uint64_t LayerPass::floats_of_vertex(std::span<const Layer> layers) {
 
 template <typename F>
 void LayerPass::each_vertex(const Part& part, const F& f) {
-  team_.run(base::divide_up(part.count, kVerticesAtOnce), [&](uint32_t /*worker*/, size_t index) {
-    const size_t end = std::min<size_t>(part.count, (index + 1) * kVerticesAtOnce);
+  team_.run(base::divide_up(part.count(), kVerticesAtOnce), [&](uint32_t /*worker*/, size_t index) {
+    const size_t end = std::min<size_t>(part.count(), (index + 1) * kVerticesAtOnce);
     for (size_t i = index * kVerticesAtOnce; i < end; ++i) f(i);
   });
 }
@@ -123,19 +146,18 @@ void LayerPass::each_vertex(const Part& part, const F& f) {
 void LayerPass::find_places(const Part& part) {
   if (placed_ == &part) return;
   placed_ = &part;
-  for (size_t i = 0; i < part.halo.size(); ++i) {
-    places_[part.halo[i]] = static_cast<uint32_t>(part.count + i);
+  uint32_t place = 0;
+  for (const auto* vertices : {&part.vertices, &part.halo}) {
+    for (const Vertex v : *vertices) places_[v] = place++;
   }
 }
 
 /// The sum of value_of(neighbour) times its row, in the neighbours' order.
 template <typename Value>
-void LayerPass::sum_neighbours(const Part& part, Vertex v, std::span<const float> rows,
-                               uint32_t dim, const Value& value_of, std::span<float> sum) const {
+void LayerPass::sum_neighbours(Vertex v, std::span<const float> rows, uint32_t dim,
+                               const Value& value_of, std::span<float> sum) const {
   for (const Vertex to : csr_.neighbours(v)) {
-    const bool is_own = to - part.first < part.count;  // unsigned: before it is far beyond
-    const size_t place = is_own ? to - part.first : places_[to];
-    const float* const row = rows.data() + place * dim;
+    const float* const row = rows.data() + size_t{places_[to]} * dim;
     const float factor = value_of(to);
     for (uint32_t d = 0; d < dim; ++d) sum[d] += factor * row[d];
   }
@@ -157,15 +179,15 @@ std::span<float> LayerPass::forward(const Layer& layer, const Part& part,
                                     std::span<const float> rows) {
   find_places(part);
   const uint32_t width = layer.width();
-  const std::span<float> inputs = room(inputs_, size_t{part.count} * width);
+  const std::span<float> inputs = room(inputs_, part.count() * width);
   each_vertex(part, [&](size_t i) {
-    const auto v = static_cast<Vertex>(part.first + i);
+    const auto v = part.vertices[i];
     const auto own = rows.subspan(i * layer.in, layer.in);
     auto input = inputs.subspan(i * width, width);
     if (layer.model == Model::kGcn) {
       for (uint32_t d = 0; d < layer.in; ++d) input[d] = scale_[v] * own[d];
       sum_neighbours(
-          part, v, rows, layer.in, [&](Vertex to) { return scale_[to]; }, input);
+          v, rows, layer.in, [&](Vertex to) { return scale_[to]; }, input);
       for (float& value : input) value *= scale_[v];
       return;
     }
@@ -174,11 +196,11 @@ std::span<float> LayerPass::forward(const Layer& layer, const Part& part,
     const auto mean = input.subspan(layer.in);
     std::ranges::fill(mean, 0.0f);
     sum_neighbours(
-        part, v, rows, layer.in, [](Vertex) { return 1.0f; }, mean);
+        v, rows, layer.in, [](Vertex) { return 1.0f; }, mean);
     const float share = 1 / static_cast<float>(std::max<uint64_t>(1, csr_.degree(v)));
     for (float& value : mean) value *= share;
   });
-  const std::span<float> sums = room(sums_, size_t{part.count} * layer.out);
+  const std::span<float> sums = room(sums_, part.count() * layer.out);
   product({.weights = parameters_.data() + layer.weight,
            .bias = parameters_.data() + layer.bias,
            .type = base::DataType::kF32,
@@ -211,14 +233,13 @@ std::span<float> LayerPass::forward(const Layer& layer, const Part& part,
 }
 
 LayerPass::InputGradient LayerPass::backward(const Layer& layer, const Part& part,
-                                             std::span<const float> gradient,
-                                             std::span<float> parameter_gradient, bool with_input) {
+                                             std::span<const float> gradient, BlockSums& block_sums,
+                                             bool with_input) {
   const uint32_t out = layer.out;
   const uint32_t width = layer.width();
-  const std::span<float> inputs = std::span(inputs_).first(size_t{part.count} * width);
-  const std::span<float> sums = std::span(sums_).first(size_t{part.count} * out);
-  const std::span<float> normed =
-      layer.norm ? std::span(normed_).first(size_t{part.count} * out) : sums;
+  const std::span<float> inputs = std::span(inputs_).first(part.count() * width);
+  const std::span<float> sums = std::span(sums_).first(part.count() * out);
+  const std::span<float> normed = layer.norm ? std::span(normed_).first(part.count() * out) : sums;
   // Of what enters relu, and of the sums.
   const std::span<float> sum_gradient = room(sum_gradient_, 2 * sums.size()).first(sums.size());
   const std::span<float> norm_gradient = std::span(sum_gradient_).subspan(sums.size(), sums.size());
@@ -249,12 +270,10 @@ LayerPass::InputGradient LayerPass::backward(const Layer& layer, const Part& par
     }
   });
 
-  for (size_t b = part.first_block; b < part.end_block; ++b) {
-    const size_t first = blocks_[b] - part.first;
-    const size_t count = blocks_[b + 1] - blocks_[b];
-    if (count == 0) continue;
+  for (const auto& [number, first, count] : part.blocks) {
     const std::span<float> transposed = room(transposed_, count * out);
-    std::vector<float> column_sums(size_t{3} * out);
+    std::vector<float> block(layer.end - layer.weight);
+    float* const column_sums = block.data() + (layer.bias - layer.weight);  // bias, factor, shift
     for (size_t i = 0; i < count; ++i) {
       const size_t at = (first + i) * out;
       const Moments of = layer.norm ? moments(sums.subspan(at, out)) : Moments{};
@@ -266,24 +285,19 @@ LayerPass::InputGradient LayerPass::backward(const Layer& layer, const Part& par
         column_sums[2 * out + d] += norm_gradient[at + d];
       }
     }
-    const std::span<float> block = room(block_gradient_, size_t{out} * width);
-    product({.weights = inputs.data() + first * width,
-             .type = base::DataType::kF32,
-             .outputs = width,
-             .inputs = count,
-             .transposed = true},
-            transposed, block);
-    for (size_t i = 0; i < block.size(); ++i) parameter_gradient[layer.weight + i] += block[i];
-    for (uint32_t d = 0; d < out; ++d) {
-      parameter_gradient[layer.bias + d] += column_sums[d];
-      if (!layer.norm) continue;
-      parameter_gradient[layer.factor + d] += column_sums[out + d];
-      parameter_gradient[layer.shift + d] += column_sums[2 * out + d];
+    if (count > 0) {
+      product({.weights = inputs.data() + first * width,
+               .type = base::DataType::kF32,
+               .outputs = width,
+               .inputs = count,
+               .transposed = true},
+              transposed, std::span(block).first(size_t{out} * width));
     }
+    block_sums.add({number, 1, std::move(block)});
   }
   if (!with_input) return {};
 
-  const std::span<float> input_gradient = room(input_gradient_, size_t{part.count} * width);
+  const std::span<float> input_gradient = room(input_gradient_, part.count() * width);
   product({.weights = parameters_.data() + layer.weight,
            .type = base::DataType::kF32,
            .outputs = width,
@@ -291,10 +305,10 @@ LayerPass::InputGradient LayerPass::backward(const Layer& layer, const Part& par
            .transposed = true},
           sum_gradient, input_gradient);
   InputGradient result;
-  result.to_neighbours = room(outward_, size_t{part.count} * layer.in);
-  if (layer.beside() || !layer.neighbours()) result.own = room(own_, size_t{part.count} * layer.in);
+  result.to_neighbours = room(outward_, part.count() * layer.in);
+  if (layer.beside() || !layer.neighbours()) result.own = room(own_, part.count() * layer.in);
   each_vertex(part, [&](size_t i) {
-    const auto v = static_cast<Vertex>(part.first + i);
+    const auto v = part.vertices[i];
     const float* const in = input_gradient.data() + i * width;
     const size_t at = i * layer.in;
     if (layer.model == Model::kGcn) {
@@ -316,15 +330,15 @@ std::span<float> LayerPass::collect(const Layer& layer, const Part& part,
                                     std::span<const float> own,
                                     std::span<const float> to_neighbours) {
   find_places(part);
-  const std::span<float> collected = room(collected_, size_t{part.count} * layer.in);
+  const std::span<float> collected = room(collected_, part.count() * layer.in);
   each_vertex(part, [&](size_t i) {
-    const auto v = static_cast<Vertex>(part.first + i);
+    const auto v = part.vertices[i];
     const auto sum = collected.subspan(i * layer.in, layer.in);
     const std::span<const float> mine = layer.model == Model::kGcn ? to_neighbours : own;
     std::ranges::copy(mine.subspan(i * layer.in, layer.in), sum.begin());
     if (!layer.neighbours()) return;
     sum_neighbours(
-        part, v, to_neighbours, layer.in, [](Vertex) { return 1.0f; }, sum);
+        v, to_neighbours, layer.in, [](Vertex) { return 1.0f; }, sum);
     if (layer.model != Model::kGcn) return;
     for (float& value : sum) value *= scale_[v];
   });
@@ -333,12 +347,12 @@ std::span<float> LayerPass::collect(const Layer& layer, const Part& part,
 
 LayerPass::Outcome LayerPass::loss(const Part& part, std::span<const int32_t> trained, float scale,
                                    std::span<float> values) {
-  const size_t classes = values.size() / part.count;
+  const size_t classes = values.size() / part.count();
   Outcome outcome;
-  outcome.predicted.resize(part.count);
-  std::vector<double> losses(part.count);
+  outcome.predicted.resize(part.count());
+  std::vector<double> losses(part.count());
   each_vertex(part, [&](size_t i) {
-    const size_t v = part.first + i;
+    const Vertex v = part.vertices[i];
     const auto row = values.subspan(i * classes, classes);
     const auto highest = std::ranges::max_element(row);
     outcome.predicted[i] = static_cast<uint32_t>(highest - row.begin());
@@ -356,9 +370,9 @@ LayerPass::Outcome LayerPass::loss(const Part& part, std::span<const int32_t> tr
       row[c] = scale * static_cast<float>(share - (c == label ? 1.0 : 0.0));
     }
   });
-  for (size_t b = part.first_block; b < part.end_block; ++b) {
+  for (const Part::Block& block : part.blocks) {
     double sum = 0;
-    for (size_t v = blocks_[b]; v < blocks_[b + 1]; ++v) sum += losses[v - part.first];
+    for (size_t i = block.first; i < block.first + block.count; ++i) sum += losses[i];
     outcome.block_losses.push_back(sum);
   }
   return outcome;

@@ -47,6 +47,7 @@ struct Layer {
   uint64_t bias = 0;    // [out]
   uint64_t factor = 0;  // [out], of the norm
   uint64_t shift = 0;   // [out], likewise
+  uint64_t end = 0;     // of them all
 
   /// Whether the vertex's own row is beside its neighbours' mean.
   bool beside() const { return model == Model::kSage || model == Model::kResidualSage; }
@@ -61,21 +62,45 @@ plan::ParameterSpace space_of(std::span<const Layer> layers);
 /// else 0. The same on every machine.
 std::vector<float> initial_parameters(std::span<const Layer> layers, uint64_t seed);
 
-/// Consecutive vertices, whose rows are together in memory with those of their neighbours.
+/// Vertices whose rows are together in memory with those of their neighbours.
 struct Part {
-  graph::Vertex first = 0, count = 0;
+  /// Vertices whose gradients of parameters, and losses, are summed before others' are added.
+  struct Block {
+    uint64_t number = 0;          // among all ranks' blocks
+    size_t first = 0, count = 0;  // among the part's vertices
+  };
+  std::vector<graph::Vertex> vertices;
   std::vector<graph::Vertex> halo;  // ascending
-  size_t first_block = 0, end_block = 0;
+  std::vector<Block> blocks;        // empty: another rank sums up for these vertices
+  uint32_t ring = 0;                // around the own vertices of the rank's server
 
-  size_t rows() const { return count + halo.size(); }
+  size_t count() const { return vertices.size(); }
+  size_t rows() const { return count() + halo.size(); }
+};
+
+/// Gradients of parameters, summed over blocks two by two, as the leaves of a tree: block 0 and 1,
+/// 2 and 3, then both of these. The sum has the same bits whoever computes which block.
+class BlockSums {
+ public:
+  struct Node {
+    uint64_t first = 0, blocks = 0;  // a power of two, of which first is a multiple
+    std::vector<float> sum;
+  };
+  /// In the order of blocks.
+  void add(Node node);
+  std::vector<Node>& nodes() { return nodes_; }
+  /// What is left, from the last to the first; then nothing is. Empty without any.
+  std::vector<float> total();
+
+ private:
+  std::vector<Node> nodes_;
 };
 
 /// A pass over one part. Threads: one caller.
 class LayerPass {
  public:
-  /// csr, blocks and parameters outlive it. blocks: [blocks + 1].
-  LayerPass(const graph::Csr& csr, std::span<const graph::Vertex> blocks,
-            std::span<const float> parameters, uint32_t threads);
+  /// csr and parameters outlive it, and parts stay where they are.
+  LayerPass(const graph::Csr& csr, std::span<const float> parameters, uint32_t threads);
 
   // Shapes: rows of a part are its own, then its halo's, [part.rows()][in]. Results are of its own
   // vertices, and stay until the next call of the same name.
@@ -89,10 +114,10 @@ class LayerPass {
     std::span<float> own;
     std::span<float> to_neighbours;
   };
-  /// After forward() of the same part. gradient: of its result, [count][out]. Adds to the
-  /// parameters' gradient, block by block. with_input: the layer is not the first.
+  /// After forward() of the same part. gradient: of its result, [count][out]. Adds the
+  /// gradients of the layer's parameters. with_input: the layer is not the first.
   InputGradient backward(const Layer& layer, const Part& part, std::span<const float> gradient,
-                         std::span<float> parameter_gradient, bool with_input);
+                         BlockSums& block_sums, bool with_input);
   /// The gradient of the result of the layer before `layer`, [count][in]: own rows, [count][in],
   /// and to_neighbours of the part and its halo, [part.rows()][in].
   std::span<float> collect(const Layer& layer, const Part& part, std::span<const float> own,
@@ -103,7 +128,7 @@ class LayerPass {
   /// and its gradient times `scale`, in place of the values; 0 of others.
   struct Outcome {
     std::vector<uint32_t> predicted;   // [count]
-    std::vector<double> block_losses;  // [part's blocks]
+    std::vector<double> block_losses;  // [part.blocks]
   };
   Outcome loss(const Part& part, std::span<const int32_t> trained, float scale,
                std::span<float> values);
@@ -116,12 +141,11 @@ class LayerPass {
   void each_vertex(const Part& part, const F& f);
   void find_places(const Part& part);
   template <typename Value>
-  void sum_neighbours(const Part& part, graph::Vertex v, std::span<const float> rows, uint32_t dim,
+  void sum_neighbours(graph::Vertex v, std::span<const float> rows, uint32_t dim,
                       const Value& value_of, std::span<float> sum) const;
   void product(const kernels::RowMatrix& matrix, std::span<const float> x, std::span<float> y);
 
   const graph::Csr& csr_;
-  const std::span<const graph::Vertex> blocks_;
   const std::span<const float> parameters_;
   std::vector<float> scale_;  // gcn: 1 / sqrt(degree + 1)
   base::ThreadTeam team_;
@@ -130,10 +154,10 @@ class LayerPass {
     kernels::RowProduct product{alone};
   };
   std::vector<std::unique_ptr<Worker>> workers_;
-  std::vector<uint32_t> places_;  // of halo vertices among a part's rows
+  std::vector<uint32_t> places_;  // of vertices among a part's rows
   const Part* placed_ = nullptr;
   std::vector<float> inputs_, sums_, normed_, results_;  // of forward()
-  std::vector<float> sum_gradient_, input_gradient_, transposed_, block_gradient_, own_, outward_;
+  std::vector<float> sum_gradient_, input_gradient_, transposed_, own_, outward_;
   std::vector<float> collected_;
 };
 

@@ -2,7 +2,10 @@
 // tables of rows on devices.
 #include <csignal>
 #include <cstdio>
+#include <optional>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include <CLI/CLI.hpp>
 #include <fmt/format.h>
@@ -13,6 +16,7 @@
 
 #include "workloads/gnn/epochs.h"
 #include "workloads/gnn/graph_folder.h"
+#include "workloads/gnn/ranks.h"
 
 namespace smartinf::workloads {
 namespace {
@@ -44,7 +48,41 @@ struct Flags {
   uint64_t until = 100;
   std::string parameters;
   bool json = false;
+  // ranks
+  std::optional<uint32_t> preload;
+  uint32_t sample_hops = 0;
+  graph::Sampling sampling;
+  double alone_s = 0;
+  std::string within = "0", between = "0", room = "0";
 };
+
+/// With the number of hops to preload: as given, or as counted bytes and the rates say.
+Status settle_ranks(Flags& flags, const Graph& graph, std::vector<graph::PreloadCost>& costs,
+                    graph::PreloadRates& rates) {
+  RankOptions& ranks = flags.epochs.ranks;
+  if (flags.sample_hops > 0) {
+    ranks.sampling = flags.sampling;
+    ranks.sampling->hops = flags.sample_hops;
+  }
+  ranks.preload = flags.preload.value_or(1);
+  uint64_t room = 0;
+  for (const auto& [text, rate] :
+       {std::pair(&flags.within, &rates.within), std::pair(&flags.between, &rates.between)}) {
+    SI_ASSIGN_OR_RETURN(const uint64_t bytes, base::parse_bytes(*text));
+    *rate = static_cast<double>(bytes);
+  }
+  SI_ASSIGN_OR_RETURN(room, base::parse_bytes(flags.room));
+  if (room > 0) rates.room_bytes = room;
+  rates.alone_s = flags.alone_s;
+  const bool known = rates.within > 0 && rates.between > 0 && rates.alone_s > 0;
+  if (flags.preload || ranks.sampling || ranks.servers == 1 || !known) return Status();
+  SI_ASSIGN_OR_RETURN(
+      costs, preload_costs(graph, layers_of(flags.epochs.model, graph.feature_count, graph.classes),
+                           ranks));
+  SI_ASSIGN_OR_RETURN(const size_t best, graph::choose_preload(costs, rates));
+  ranks.preload = costs[best].hops;
+  return Status();
+}
 
 Status import(const Flags& flags) {
   const int sources = int{flags.apt} + int{!flags.edges.empty()} + int{!flags.npz.empty()} +
@@ -83,8 +121,11 @@ Status partition(const Flags& flags) {
   return Status();
 }
 
-Status plan(const Flags& flags) {
+Status plan(Flags& flags) {
   SI_ASSIGN_OR_RETURN(const Graph graph, load_graph(flags.folder));
+  std::vector<graph::PreloadCost> costs;
+  graph::PreloadRates rates;
+  SI_RETURN_IF_ERROR(settle_ranks(flags, graph, costs, rates));
   const std::vector<Layer> layers =
       layers_of(flags.epochs.model, graph.feature_count, graph.classes);
   SI_ASSIGN_OR_RETURN(const EpochPlan made, plan_epoch(graph, layers, flags.epochs));
@@ -93,13 +134,22 @@ Status plan(const Flags& flags) {
   uint64_t room = 0;
   ordered_json tables = ordered_json::array();
   for (const EpochPlan::Table& table : made.tables) {
-    const uint64_t bytes = uint64_t{graph.csr.vertices()} * table.dim * sizeof(float);
+    const uint64_t bytes = made.vertices.size() * table.dim * sizeof(float);
     room += bytes;
     tables.push_back({{"name", table.name}, {"bytes", bytes}, {"in_memory", table.in_memory}});
     if (!flags.json) {
       fmt::print("{:<24} {:>10}  {}\n", table.name, base::format_bytes(bytes),
                  table.in_memory ? "in memory" : "on devices");
     }
+  }
+  ordered_json preload = ordered_json::array();
+  for (const graph::PreloadCost& cost : costs) {
+    preload.push_back({{"hops", cost.hops},
+                       {"work", cost.work},
+                       {"within_bytes", cost.within_bytes},
+                       {"between_bytes", cost.between_bytes},
+                       {"room_bytes", cost.room_bytes},
+                       {"seconds", graph::predicted_seconds(cost, rates)}});
   }
   if (flags.json) {
     fmt::print("{}\n", ordered_json{{"parts", made.parts.size()},
@@ -110,7 +160,11 @@ Status plan(const Flags& flags) {
                                     {"rows_gathered", made.rows_gathered},
                                     {"rows_put", made.rows_put},
                                     {"up_bytes", made.up_bytes},
-                                    {"down_bytes", made.down_bytes}}
+                                    {"down_bytes", made.down_bytes},
+                                    {"within_bytes", made.within_bytes},
+                                    {"between_bytes", made.between_bytes},
+                                    {"preload", preload},
+                                    {"chosen", flags.epochs.ranks.preload}}
                            .dump());
     return Status();
   }
@@ -122,10 +176,23 @@ Status plan(const Flags& flags) {
       static_cast<double>(halo) / graph.csr.vertices(), made.rows_gathered, made.rows_put,
       base::format_bytes(made.up_bytes), base::format_bytes(made.down_bytes),
       base::format_bytes(room));
+  if (flags.epochs.ranks.ranks == 1) return Status();
+  fmt::print("that is of rank 0, which sends {} to ranks of its server and {} to others\n",
+             base::format_bytes(made.within_bytes), base::format_bytes(made.between_bytes));
+  for (const graph::PreloadCost& cost : costs) {
+    fmt::print(
+        "{} {} hops: {:.2f} of an epoch's computing, {} within and {} between servers, {} of "
+        "tables: {}\n",
+        cost.hops == flags.epochs.ranks.preload ? '*' : ' ', cost.hops, cost.work,
+        base::format_bytes(cost.within_bytes), base::format_bytes(cost.between_bytes),
+        base::format_bytes(cost.room_bytes),
+        base::format_seconds(graph::predicted_seconds(cost, rates)));
+  }
   return Status();
 }
 
 void print(const Flags& flags, const EpochPlan& plan, const EpochReport& report) {
+  if (flags.epochs.ranks.rank != 0) return;
   const auto& [train, validation, test] = report.accuracy;
   if (flags.json) {
     fmt::print("{}\n", ordered_json{{"epoch", report.epoch},
@@ -138,7 +205,12 @@ void print(const Flags& flags, const EpochPlan& plan, const EpochReport& report)
                                     {"up_bytes", report.up_bytes},
                                     {"down_bytes", report.down_bytes},
                                     {"planned_up_bytes", plan.up_bytes},
-                                    {"planned_down_bytes", plan.down_bytes}}
+                                    {"planned_down_bytes", plan.down_bytes},
+                                    {"exchange_s", report.exchange_seconds},
+                                    {"within_bytes", report.within_bytes},
+                                    {"between_bytes", report.between_bytes},
+                                    {"planned_within_bytes", report.planned_within_bytes},
+                                    {"planned_between_bytes", report.planned_between_bytes}}
                            .dump());
   } else {
     fmt::print(
@@ -148,12 +220,26 @@ void print(const Flags& flags, const EpochPlan& plan, const EpochReport& report)
   std::fflush(stdout);
 }
 
-Status train(const Flags& flags) {
+Status settle_ranks(Flags& flags, const Graph& graph) {
+  std::vector<graph::PreloadCost> costs;
+  graph::PreloadRates rates;
+  return settle_ranks(flags, graph, costs, rates);
+}
+
+Status train(Flags& flags) {
   SI_ASSIGN_OR_RETURN(const Graph graph, load_graph(flags.folder));
+  SI_RETURN_IF_ERROR(settle_ranks(flags, graph));
   SI_ASSIGN_OR_RETURN(const auto epochs, Epochs::open(graph, flags.epochs));
-  if (!flags.json) {
+  const RankOptions& ranks = flags.epochs.ranks;
+  if (!flags.json && ranks.rank == 0) {
+    const std::string way =
+        ranks.sampling ? "samples" : fmt::format("{} hops preloaded", ranks.preload);
     fmt::print(
-        "{} parts; {}\n", epochs->plan().parts.size(),
+        "{}{} parts; {}\n",
+        ranks.ranks == 1
+            ? ""
+            : fmt::format("{} ranks on {} servers, {}; ", ranks.ranks, ranks.servers, way),
+        epochs->plan().parts.size(),
         epochs->fresh() ? "a new run" : fmt::format("goes on after epoch {}", epochs->done()));
   }
   while (epochs->done() < flags.until) {
@@ -181,10 +267,11 @@ double vote(const Graph& graph) {
   return static_cast<double>(right) / static_cast<double>(std::max<uint64_t>(1, all));
 }
 
-Status evaluate(const Flags& flags) {
+Status evaluate(Flags& flags) {
   SI_ASSIGN_OR_RETURN(const Graph graph, load_graph(flags.folder));
+  SI_RETURN_IF_ERROR(settle_ranks(flags, graph));
   EpochOptions options = flags.epochs;
-  options.create = false;
+  options.create = !options.start.empty();
   SI_ASSIGN_OR_RETURN(const auto epochs, Epochs::open(graph, options));
   SI_ASSIGN_OR_RETURN(const EpochReport report, epochs->evaluate());
   print(flags, epochs->plan(), report);
@@ -215,7 +302,28 @@ void add_epoch_flags(CLI::App& app, Flags& flags, bool devices) {
   app.add_option("--keep", flags.keep, "Tables that may stay in memory [a quarter of --memory]");
   app.add_option("--parts", epochs.parts, "That vertices are computed in [as few as fit]");
   app.add_flag("--json", flags.json, "Print flat JSON objects");
-  if (!devices) return;
+  app.add_option("--servers", epochs.ranks.servers, "That the ranks are on, as many on each")
+      ->check(CLI::Range(1, 1 << 16));
+  app.add_option("--preload", flags.preload,
+                 "Hops around a server of which it has the features, and takes nothing from others "
+                 "until they are used up [by the rates; 1 without]");
+  app.add_option("--sample", flags.sample_hops,
+                 "Each server trains on a sample of so many hops around it, without others' rows");
+  app.add_option("--fanout", flags.sampling.fanout,
+                 "Neighbours that a vertex of a sample brings in")
+      ->capture_default_str();
+  app.add_option("--alone", flags.alone_s,
+                 "Seconds of an epoch in one process with a rank's threads");
+  app.add_option("--within", flags.within, "Bytes per second of a rank to others of its server");
+  app.add_option("--between", flags.between, "Bytes per second of a server to others");
+  app.add_option("--room", flags.room, "Bytes that a rank's devices have for tables");
+  if (!devices) {
+    app.add_option("--ranks", epochs.ranks.ranks, "That share the graph")
+        ->check(CLI::Range(1, 1 << 16));
+    return;
+  }
+  app.add_option("--start", epochs.start,
+                 "Safetensors file with the parameters that a new run begins with");
   app.add_option("--device", epochs.devices, "Directory of a device; may be given several times")
       ->required();
   app.add_option("--threads", epochs.threads, "That compute [the cores]")
@@ -228,7 +336,7 @@ void add_commands(CLI::App& app, Flags& flags, Status& outcome) {
   const auto add = [&](const std::string& name, const std::string& help, auto function) {
     CLI::App* command = app.add_subcommand(name, help);
     command->add_option("graph", flags.folder, "Folder of the graph")->required();
-    command->callback([&flags, &outcome, function] {
+    command->callback([&flags, &outcome, name, function] {
       const auto memory = base::parse_bytes(flags.memory);
       outcome = memory.status();
       if (!outcome.ok()) return;
@@ -239,7 +347,15 @@ void add_commands(CLI::App& app, Flags& flags, Status& outcome) {
         if (!outcome.ok()) return;
         flags.epochs.keep_bytes = *keep;
       }
+      if (name == "train" || name == "eval") {
+        outcome = join_ranks(flags.epochs.ranks);
+        if (!outcome.ok()) return;
+      }
       outcome = function(flags);
+      const RankOptions& ranks = flags.epochs.ranks;
+      if (outcome.ok() || ranks.collectives == nullptr) return;
+      ranks.collectives->failed(outcome);
+      outcome = std::move(outcome).with_context(fmt::format("rank {}", ranks.rank));
     });
     return command;
   };
@@ -295,6 +411,7 @@ void add_commands(CLI::App& app, Flags& flags, Status& outcome) {
 
 int main(int argc, char** argv) {
   using namespace smartinf;
+  if (const int failed = workloads::start_with_ranks(argv); failed != 0) return failed;
   base::end_at_signals("smartinf-gnn");
   CLI::App app("Graph networks over graphs that are larger than memory");
   app.require_subcommand(1);

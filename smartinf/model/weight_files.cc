@@ -95,12 +95,12 @@ Status no_weights(const std::string& folder) {
   std::ranges::sort(others);
   const auto any = [&](auto matches) { return std::ranges::any_of(others, matches); };
   if (any([](const std::string& name) { return name.starts_with("pytorch_model"); })) {
-    return at(ErrorCode::kUnsupported, "model.from: the folder has its weights in pickled files",
+    return at(ErrorCode::kUnsupported, "the folder has its weights in pickled files",
               "Load it with transformers and save it again: save_pretrained() writes safetensors",
               folder);
   }
   constexpr size_t kNamed = 3;
-  const std::string what = "model.from: there is neither model.safetensors nor its index";
+  const std::string what = "there is neither model.safetensors nor its index";
   if (others.empty()) {
     return at(ErrorCode::kNotFound, what,
               "Name a folder as transformers' save_pretrained() writes it", folder);
@@ -148,9 +148,8 @@ std::string_view unwrap_advice(std::string_view prefix) {
 Status WeightFiles::find_files(const std::string& folder) {
   folder_ = folder;
   const auto find = [&](std::string_view name) -> Result<std::string> {
-    Result<std::optional<std::string>> path = find_folder_file(folder, name);
-    if (!path.ok()) return std::move(path).status().with_context("model.from");
-    return path->value_or("");
+    SI_ASSIGN_OR_RETURN(const std::optional<std::string> path, find_folder_file(folder, name));
+    return path.value_or("");
   };
   std::vector<std::string> names{std::string(kSingle)};
   const Result<std::string> single = find(kSingle);
@@ -168,13 +167,12 @@ Status WeightFiles::find_files(const std::string& folder) {
   for (const std::string& name : names) {
     SI_ASSIGN_OR_RETURN(const std::string path, find(name));
     if (path.empty()) {
-      return at(ErrorCode::kNotFound, fmt::format("model.from: {} names {}", kIndex, name),
+      return at(ErrorCode::kNotFound, fmt::format("{} names {}", kIndex, name),
                 "Download the file; or remove the index if it is of other weights",
                 folder + "/" + name);
     }
-    Result<base::DataFile> file = base::DataFile::open(path);
-    if (!file.ok()) return std::move(file).status().with_context("model.from");
-    files_.push_back(std::move(*file));
+    SI_ASSIGN_OR_RETURN(base::DataFile file, base::DataFile::open(path));
+    files_.push_back(std::move(file));
   }
   return Status();
 }
@@ -187,14 +185,14 @@ Status WeightFiles::check_index(size_t file, const SafetensorsHeader& header) co
     const auto named = index_.find(tensor);
     if (is_table(tensor) || (named != index_.end() && named->second == name)) continue;
     return at(ErrorCode::kMismatch,
-              fmt::format("model.from: {} is in the file, but not in {}", shown(tensor), kIndex),
-              kGetAgain, files_[file].path());
+              fmt::format("{} is in the file, but not in {}", shown(tensor), kIndex), kGetAgain,
+              files_[file].path());
   }
   for (const auto& [tensor, of] : index_) {
     if (of != name || header.tensors.contains(tensor) || is_table(tensor)) continue;
     return at(ErrorCode::kMismatch,
-              fmt::format("model.from: {} is in {}, but not in the file", shown(tensor), kIndex),
-              kGetAgain, files_[file].path());
+              fmt::format("{} is in {}, but not in the file", shown(tensor), kIndex), kGetAgain,
+              files_[file].path());
   }
   return Status();
 }
@@ -209,16 +207,15 @@ Status WeightFiles::find_tensors(const Architecture& model) {
   const std::string base(base_prefix(model));
   std::map<std::string, Found> found;
   for (size_t i = 0; i < files_.size(); ++i) {
-    Result<SafetensorsHeader> header = SafetensorsHeader::read(files_[i]);
-    if (!header.ok()) return std::move(header).status().with_context("model.from");
-    SI_RETURN_IF_ERROR(check_index(i, *header));
-    for (auto& [name, entry] : header->tensors) {
+    SI_ASSIGN_OR_RETURN(SafetensorsHeader header, SafetensorsHeader::read(files_[i]));
+    SI_RETURN_IF_ERROR(check_index(i, header));
+    for (auto& [name, entry] : header.tensors) {
       if (is_table(name)) continue;
       const std::string full = expected.contains(base + name) ? base + name : name;
       const bool once = found.emplace(full, Found{std::move(entry), i}).second;
       if (!once) {
-        return at(ErrorCode::kCorrupt, fmt::format("model.from: {} is there twice", shown(name)),
-                  kGetAgain, files_[i].path());
+        return at(ErrorCode::kCorrupt, fmt::format("{} is there twice", shown(name)), kGetAgain,
+                  files_[i].path());
       }
     }
   }
@@ -235,12 +232,12 @@ Status WeightFiles::find_tensors(const Architecture& model) {
     for (const auto& [other, tensor] : found) names.insert(other);
     const std::string prefix = wrapper_prefix(name, base, names);
     if (!prefix.empty()) {
-      return at(ErrorCode::kMismatch,
-                fmt::format("model.from: {} is in none of the files, whose names begin with {}",
-                            name, shown(prefix)),
-                unwrap_advice(prefix), folder_);
+      return at(
+          ErrorCode::kMismatch,
+          fmt::format("{} is in none of the files, whose names begin with {}", name, shown(prefix)),
+          unwrap_advice(prefix), folder_);
     }
-    return at(ErrorCode::kMismatch, fmt::format("model.from: {} is in none of the files", name),
+    return at(ErrorCode::kMismatch, fmt::format("{} is in none of the files", name),
               name == head_name
                   ? "Save the model with its head (AutoModelForCausalLM), or set "
                     "tie_word_embeddings to true in config.json if the head is the embedding"
@@ -251,7 +248,7 @@ Status WeightFiles::find_tensors(const Architecture& model) {
     const std::optional<DataType> type = safetensors_type(tensor.entry.type);
     if (type.has_value()) return Place{tensor.file, tensor.entry.offset, *type};
     return at(ErrorCode::kUnsupported,
-              fmt::format("model.from: {} is of type {}", shown(name), shown(tensor.entry.type)),
+              fmt::format("{} is of type {}", shown(name), shown(tensor.entry.type)),
               "Weights of F32, BF16 and F16 can be read", files_[tensor.file].path());
   };
   for (const plan::ParameterRange& range : space_.ranges()) {
@@ -259,7 +256,7 @@ Status WeightFiles::find_tensors(const Architecture& model) {
     if (tensor == found.end()) return missing(range.name);
     if (tensor->second.entry.shape != range.shape) {
       return at(ErrorCode::kMismatch,
-                fmt::format("model.from: {} is {}, and by config.json it would be {}", range.name,
+                fmt::format("{} is {}, and by config.json it would be {}", range.name,
                             shape_text(tensor->second.entry.shape), shape_text(range.shape)),
                 "Check that config.json and the weights belong together",
                 files_[tensor->second.file].path());
@@ -278,7 +275,7 @@ Status WeightFiles::find_tensors(const Architecture& model) {
   }
   if (found.empty()) return Status();
   return at(ErrorCode::kMismatch,
-            fmt::format("model.from: {} is not part of a {} model of this config.json{}",
+            fmt::format("{} is not part of a {} model of this config.json{}",
                         shown(found.begin()->first), base::enum_name(model.family),
                         found.size() > 1 ? fmt::format(", nor are {} more", found.size() - 1) : ""),
             "Check that config.json and the weights belong together",
@@ -295,7 +292,7 @@ Status WeightFiles::check_tied_head(const Place& head) const {
     SI_RETURN_IF_ERROR(read_place(head, first, std::span(other).first(here)));
     if (std::equal(one.begin(), one.begin() + here, other.begin())) continue;
     return at(ErrorCode::kMismatch,
-              "model.from: lm_head.weight is not the embedding, but config.json says that they are "
+              "lm_head.weight is not the embedding, but config.json says that they are "
               "tied",
               "Set tie_word_embeddings to false in config.json if the head is one of its own",
               folder_);
@@ -348,11 +345,10 @@ Status WeightFiles::read_range(size_t i, uint64_t within, std::span<float> out) 
 }
 
 Status WeightFiles::not_finite(size_t i, uint64_t within, float value) const {
-  return at(
-      ErrorCode::kCorrupt,
-      fmt::format("model.from: element {} of {} is {}", within, space_.ranges()[i].name, value),
-      "Get the model's folder again; a model with such weights cannot be trained",
-      files_[places_[i].file].path());
+  return at(ErrorCode::kCorrupt,
+            fmt::format("element {} of {} is {}", within, space_.ranges()[i].name, value),
+            "Get the model's folder again; a model with such weights cannot be trained",
+            files_[places_[i].file].path());
 }
 
 Status WeightFiles::read_as(DataType type, uint64_t first, uint64_t count, std::byte* out) const {

@@ -37,16 +37,11 @@ bool is_there(const fs::path& path) {
 /// A small file of a model; nothing where it is not there.
 Result<std::optional<std::string>> read_small_file(const fs::path& folder, std::string_view name,
                                                    uint64_t bytes_max) {
-  const auto read = [&]() -> Result<std::optional<std::string>> {
-    SI_ASSIGN_OR_RETURN(const std::optional<std::string> path,
-                        model::find_folder_file(folder.string(), name));
-    if (!path) return std::optional<std::string>();
-    SI_ASSIGN_OR_RETURN(std::string text, base::read_text_file(*path, "cannot read it", bytes_max));
-    return std::optional(std::move(text));
-  };
-  Result<std::optional<std::string>> text = read();
-  if (!text.ok()) return std::move(text).status().with_context("model.from");
-  return text;
+  SI_ASSIGN_OR_RETURN(const std::optional<std::string> path,
+                      model::find_folder_file(folder.string(), name));
+  if (!path) return std::optional<std::string>();
+  SI_ASSIGN_OR_RETURN(std::string text, base::read_text_file(*path, "cannot read it", bytes_max));
+  return std::optional(std::move(text));
 }
 
 /// Checks that others can read the file whole: no FIFO, and not without end.
@@ -71,7 +66,7 @@ Result<std::string> read_config_text(const fs::path& folder) {
   } else if (!fs::exists(folder, error)) {
     advice += "; a model of the Hub is not fetched, which `hf download NAME` does";
   }
-  return Status(ErrorCode::kNotFound, "model.from: there is no config.json", advice,
+  return Status(ErrorCode::kNotFound, "there is no config.json", advice,
                 base::ErrorPlace{(folder / kConfig).string(), {}, {}, 0});
 }
 
@@ -125,7 +120,7 @@ Result<ModelSource> read_model_folder(const std::string& folder,
   }
   // Scripts open these by themselves, and what is exported has them.
   for (const std::string_view name : kTokenizerFiles) {
-    SI_RETURN_IF_ERROR(check_small_file(folder, name).with_context("model.from"));
+    SI_RETURN_IF_ERROR(check_small_file(folder, name));
   }
   return source;
 }

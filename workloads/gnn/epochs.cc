@@ -910,6 +910,7 @@ Result<EpochReport> Epochs::train() {
 }
 
 Status Epochs::write_parameters(const std::string& path) const {
+  if (!first_rank()) return Status();
   std::vector<model::TensorInfo> tensors;
   for (const plan::ParameterRange& range : space_.ranges()) {
     if (range.first < parameter_count_) {

@@ -127,7 +127,7 @@ class Epochs {
   base::Result<EpochReport> train();
   /// Without training.
   base::Result<EpochReport> evaluate() { return pass(false); }
-  /// The parameters, as a safetensors file.
+  /// The parameters, as a safetensors file, which rank 0 writes.
   base::Status write_parameters(const std::string& path) const;
 
  private:

@@ -135,7 +135,8 @@ class Gnn(unittest.TestCase):
             self.assertEqual(process.returncode, 130)
 
     def ranks(self, count, devices, epochs, *more):
-        return Ranks([*map(str, [COMMAND, *self.words("train", devices, "--epochs", epochs, "--threads", 1, *more)])], count)
+        words = ("eval",) if epochs is None else ("train", "--epochs", epochs)
+        return Ranks([*map(str, [COMMAND, *self.words(words[0], devices, *words[1:], "--threads", 1, *more)])], count)
 
     def train_ranks(self, count, devices, epochs, *more):
         """What rank 0 prints, with its counts as planned."""
@@ -174,8 +175,17 @@ class Gnn(unittest.TestCase):
     @unittest.skipUnless(WITH_RANKS, "built without torch")
     def test_servers_train_on_samples(self):
         flags = ("--layers", 3, "--servers", 2, "--sample", 1, "--fanout", 3)
-        rows = self.train_ranks(2, self.devices(), 10, *flags)
+        rows = self.train_ranks(2, devices := self.devices(), 10, *flags)
         self.assertEqual(rows[0]["between_bytes"], 0)
+        # On the whole graph, with their parameters.
+        file = self.folder / "sampled.safetensors"
+        with self.ranks(2, devices, None, *flags, "--parameters", file) as ranks:
+            self.assertEqual(ranks.wait(), [0, 0])
+            sampled = json.loads(ranks.out(0))
+        (there,) = map(json.loads, run(*self.words("eval", self.devices(), "--layers", 3, "--start", file)).splitlines())
+        self.assertAlmostEqual(there["test"], sampled["test"], delta=0.1)
+        self.assertLess(there["loss"], rows[-2]["loss"])
+        self.assertIn("of layers.1.weight", run(*self.words("eval", self.devices(), "--layers", 2, "--start", file), fails=True))
         self.assertLess(rows[-1]["loss"], 0.9 * rows[0]["loss"])
         again = self.train_ranks(4, self.devices(2), 10, *flags, "--keep", 0, "--parts", 2)
         self.assertEqual([row["loss"] for row in again], [row["loss"] for row in rows])

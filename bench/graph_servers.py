@@ -1,0 +1,114 @@
+#!/usr/bin/env python3
+"""Epochs of smartinf-gnn on servers behind slow links: rows exchanged, hops preloaded, and samples, in turn.
+
+    bench/graph_servers.py --folder DIR [--graph GRAPH | --scale 14 --degree 30] [--servers 2] [--ranks 1] [--rates 2e6]
+        [--ratio 28] [--ways 0 1 2 3 4 5 sample] [--rounds 2] [--epochs 3] [-- FLAGS of smartinf-gnn train]
+
+Each rank has a network namespace, one thread and a device below DIR. Every two ranks are joined by a veth pair (tc tbf) of --rates
+bytes per second in each direction between servers, and --ratio times as many within one. Without --graph an R-MAT graph is made.
+A way is a number of hops to preload, or `sample` (one hop, --fanout neighbours). A line of JSON for each run, with the median of its
+epochs but the first, and with what was predicted: by the plan's counts, the rate of a plain socket over a link (with one rank on each server), and the seconds of an
+epoch that one process alone computes. Needs root.
+"""
+import argparse
+import json
+import os
+import pathlib
+import shutil
+import statistics
+import subprocess
+import sys
+
+from pipeline_beside_torch import BURST_BYTES, Links, address
+from runs import SMARTINF
+
+
+def shape(links, args, rate):
+    """Links within servers get a rate of their own."""
+    for a in range(len(links.names)):
+        for b in range(len(links.names)):
+            if a != b and a // args.ranks == b // args.ranks:
+                subprocess.run(["tc", "-n", links.names[a], "qdisc", "replace", "dev", f"to{b}", "root", "tbf", "rate",
+                                f"{int(8 * rate * args.ratio)}bit", "burst", str(2 * BURST_BYTES), "latency", "2s"], check=True)
+
+
+def command(args, name, device, *words):
+    return [args.gnn, name, args.graph, "--layers", str(args.layers), "--hidden", str(args.hidden), "--json", *args.more,
+            *(["--device", str(device), "--threads", "1"] if device else []), *words]
+
+
+def rows_of(text):
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def seconds_of(rows):
+    return statistics.median(row["seconds"] for row in rows[1:])
+
+
+def run(args, links, way, device):
+    ranks = args.servers * args.ranks
+    words = ["--servers", str(args.servers), "--epochs", str(args.epochs + 1)]
+    words += ["--sample", "1", "--fanout", str(args.fanout)] if way == "sample" else ["--preload", way]
+    shutil.rmtree(device, ignore_errors=True)
+    device.mkdir()
+    env = {**os.environ, "WORLD_SIZE": str(ranks), "MASTER_ADDR": address(0), "MASTER_PORT": "29603", "OMP_NUM_THREADS": "1"}
+    processes = [subprocess.Popen([*links.on(rank), *command(args, "train", device, *words)], stdout=subprocess.PIPE, text=True,
+                                  env={**env, "RANK": str(rank)}) for rank in range(ranks)]
+    said = [process.communicate()[0] for process in processes]
+    if codes := [process.returncode for process in processes if process.returncode]:
+        sys.exit(f"{' '.join(words)}: exit codes {codes}")
+    rows = rows_of(said[0])
+    return {"way": way, "epoch_s": seconds_of(rows), "epochs_s": [round(row["seconds"], 3) for row in rows[1:]],
+            "exchange_s": statistics.median(row["exchange_s"] for row in rows[1:]), "between_bytes": rows[-1]["between_bytes"],
+            "planned_between_bytes": rows[-1]["planned_between_bytes"], "within_bytes": rows[-1]["within_bytes"],
+            "loss": rows[-1]["loss"]}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", required=True)
+    parser.add_argument("--graph")
+    parser.add_argument("--scale", type=int, default=14)
+    parser.add_argument("--degree", type=float, default=30)
+    parser.add_argument("--features", type=int, default=128)
+    parser.add_argument("--layers", type=int, default=3)
+    parser.add_argument("--hidden", type=int, default=64)
+    parser.add_argument("--servers", type=int, default=2)
+    parser.add_argument("--ranks", type=int, default=1, help="of each server")
+    parser.add_argument("--rates", type=float, nargs="+", default=[2e6], help="bytes per second between servers")
+    parser.add_argument("--ratio", type=float, default=28)
+    parser.add_argument("--ways", nargs="+", default=["0", "1", "2", "3", "4", "5", "sample"])
+    parser.add_argument("--fanout", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--gnn", default=str(pathlib.Path(SMARTINF).with_name("smartinf-gnn")))
+    parser.add_argument("more", nargs="*", help="behind --: further flags of smartinf-gnn train")
+    args = parser.parse_args()
+    folder = pathlib.Path(args.folder, "graph_servers").resolve()
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    output = lambda words: subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True).stdout
+    if args.graph is None:
+        args.graph = str(folder / "graph")
+        output([args.gnn, "import", args.graph, "--rmat", str(args.scale), "--degree", str(args.degree), "--features",
+                str(args.features)])
+        output([args.gnn, "partition", args.graph, "--block", str((1 << args.scale) // 8)])
+    (folder / "alone").mkdir()
+    alone_s = seconds_of(rows_of(output(command(args, "train", folder / "alone", "--epochs", str(args.epochs + 1)))))
+    for rate in args.rates:
+        with Links(args.servers * args.ranks, 8 * rate) as links:
+            shape(links, args, rate)
+            socket_rate = links.measured_rate(int(rate / 2)) if args.ranks == 1 else rate
+            plan = rows_of(output(command(args, "plan", None, "--servers", str(args.servers), "--ranks",
+                                          str(args.servers * args.ranks), "--alone", str(alone_s), "--between", str(int(socket_rate)),
+                                          "--within", str(int(rate * args.ratio)))))[0]
+            predicted = {str(row["hops"]): row["seconds"] for row in plan["preload"]}
+            for _ in range(args.rounds):
+                for way in args.ways:
+                    row = {"between": rate, "socket": round(socket_rate), "alone_s": round(alone_s, 3), **run(args, links, way, folder / "run")}
+                    print(json.dumps({**row, "predicted_s": predicted.get(way), "chosen": plan["chosen"]}), flush=True)
+    shutil.rmtree(folder)
+
+
+if __name__ == "__main__":
+    main()

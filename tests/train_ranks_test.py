@@ -127,49 +127,52 @@ class TrainRanks(StreamCase):
                 *self.even_devices(run, ranks or count)]
 
     def test_stages_of_a_pipeline_have_the_bits_of_one_process(self):
-        """Two of two ranks each, whose head is tied to the embedding; at night also two, three, and another head."""
+        """Two of two ranks each and four, with a tied head on the first or the last; at night also others, and another head."""
         said = ["--train.validate_every", "2", "--train.sample_prompts", "def", "--train.sample_tokens", "8", "--json"]
         cases = {"tied": ("f32", ["--train.clip_norm", "0.7", "--memory.activations", "keep"],
-                          ((2, 2), (2, 4), (3, 3)) if ALL else ((2, 4),))}
+                          (("fold", 2, 4), ("sync", 4, 4),
+                           *((("sync", 2, 4), ("auto", 2, 2), ("fold", 3, 3), ("fold", 4, 4)) if ALL else ())))}
         if ALL:
-            cases["untied"] = ("bf16", ["--model.tied_head", "false", "--memory.activations", "recompute"], ((2, 2),))
+            cases["untied"] = ("bf16", ["--model.tied_head", "false", "--memory.activations", "recompute"],
+                               (("auto", 2, 2),))
         for name, (precision, more, shapes) in cases.items():
             recipe = self.recipe(steps=4, precision=precision)
             flags = ["--model.layers", "4", "--train.accumulation", "5", "--train.micro_batch", "2", *more, *said]
             rows = lambda text, key: [row for row in map(json.loads, text.splitlines()) if key in row]
             one = self.train_with(1, recipe, name, *flags, "--engine.subgroup_elements", "65536")
-            for stages, ranks in shapes:
-                with self.subTest(name, stages=stages, ranks=ranks):
-                    run = f"{name}_{stages}_{ranks}"
-                    told = self.train_with(ranks, recipe, run, *flags, *self.stages(stages, run, ranks))
+            for tied, stages, ranks in shapes:
+                with self.subTest(name, tied=tied, stages=stages, ranks=ranks):
+                    run = f"{name}_{tied}_{stages}_{ranks}"
+                    told = self.train_with(ranks, recipe, run, *flags, *self.stages(stages, run, ranks), "--ranks.tied", tied)
                     self.check_same_as(run, name)
                     for key in ("validation_loss", "samples"):
                         self.assertTrue(rows(one, key))
                         self.assertEqual(rows(told, key), rows(one, key))
                     # What a stage sends: the activations of its micro batches, in the weights' type.
                     message = 2 * 32 * 96 * (4 if precision == "f32" else 2)
-                    batches = 5 if ranks == stages else 2  # those of rank 0
+                    batches = 5 if ranks == stages else 2  # those of rank 0, which may also have the head
                     self.assertEqual({row["pipeline_sent_bytes"] for row in rows(told, "pipeline_sent_bytes")},
-                                     {batches * message})
+                                     {batches * message * (2 if tied == "fold" else 1)})
 
     def test_stages_in_chunks_have_the_bits_of_one_process(self):
-        """Two of two chunks, which then go on as stages that stay; at night also of two ranks each, and an untied head."""
+        """Two of two chunks, which then go on as stages that stay; at night also of two ranks each, and with other heads."""
         said = ["--train.validate_every", "2", "--train.sample_prompts", "def", "--train.sample_tokens", "8", "--json",
                 "--engine.subgroup_elements", "65536", "--model.layers", "4", "--train.accumulation", "5", "--train.micro_batch", "2",
                 "--train.warmup_steps", "1", "--train.lr_floor", "1"]
         rows = lambda text, key: [row for row in map(json.loads, text.splitlines()) if key in row]
         recipe = self.recipe(steps=4)
-        for tied, counts in (("true", (2, 4) if ALL else (2,)), *((("false", (2,)),) if ALL else ())):
-            flags = [*said, "--model.tied_head", tied]
+        for tied, counts in (("true", (2, 4) if ALL else (2,)), *((("false", (2,)), ("fold", (2, 4))) if ALL else ())):
+            folds = ["--ranks.tied", "fold"] if tied == "fold" else []
+            flags = [*said, "--model.tied_head", "true" if folds else tied]
             one = self.train_with(1, recipe, f"one_{tied}", *flags)
             for ranks in counts:
                 with self.subTest(tied=tied, ranks=ranks):
                     run = f"chunks_{tied}_{ranks}"
-                    own = [*flags, *self.stages(2, run, ranks)]
+                    own = [*flags, *self.stages(2, run, ranks), *folds]
                     told = self.train_with(ranks, recipe, run, *own, "--ranks.chunks", "2", "--train.steps", "2")
                     # Of each chunk but the model's last a message forward, of each but its first one back.
                     self.assertEqual({row["pipeline_sent_bytes"] for row in rows(told, "pipeline_sent_bytes")},
-                                     {3 * (5 if ranks == 2 else 2) * 2 * 32 * 96 * 2})
+                                     {(4 if folds else 3) * (5 if ranks == 2 else 2) * 2 * 32 * 96 * 2})
                     told += self.train_with(ranks, recipe, run, *own)
                     self.check_same_as(run, f"one_{tied}")
                     for key in ("validation_loss", "samples"):
@@ -214,8 +217,11 @@ class TrainRanks(StreamCase):
                 for steps in starts:
                     self.train_with(2, recipe, run, *flags, *self.stages(2, run), *own, "--train.steps", steps)
             self.check_same_as(form + "_again", form)
-            # Rank 0 sends the activations of four micro batches: 24 blocks of 128 values with a scale.
-            self.assertEqual({row["pipeline_sent_bytes"] for row in self.log(form) if "loss" in row}, {4 * 24 * (4 + 128)})
+            # Rank 0 sends the activations of four micro batches, 24 blocks of 128 values with a scale, and, as it has the
+            # head, four gradients.
+            back = {"lowrank": 8 * (32 + 96) * 2, "int4": 24 * (4 + 64)}[form]
+            self.assertEqual({row["pipeline_sent_bytes"] for row in self.log(form) if "loss" in row},
+                             {4 * (24 * (4 + 128) + back)})
             self.assertNotEqual(self.losses(form), self.losses("whole"))
             for (_, here), (_, there) in zip(self.losses(form), self.losses("whole"), strict=True):
                 self.assertAlmostEqual(here / there, 1, delta=0.02)
@@ -249,6 +255,20 @@ class TrainRanks(StreamCase):
         with Ranks(plain("two", [*self.stages(2, "two"), "--ranks.split", "1, 2"]), 2) as ranks:
             self.assertEqual(ranks.wait(100), [0, 0], ranks.err(0) + ranks.err(1))
             self.assertIn("rank 0: the embedding, layers 0 to 0;", ranks.out(0))
+        self.check_same_as("two", "one")
+
+    def test_layers_go_to_the_stage_that_has_memory_for_them(self):
+        """The embedding is no computing, and half of the first stage's memory."""
+        recipe = self.recipe(steps=2)
+        flags = ["--model.vocabulary", "32768", "--model.width", "256", "--model.mlp_width", "768", "--model.layers", "12",
+                 "--model.tied_head", "false", "--train.accumulation", "2", "--train.micro_batch", "1"]
+        self.train_with(1, recipe, "one", *flags)
+        own = [*flags, *self.stages(2, "two"), "--ranks.chunks", "1"]
+        with self.ranks(2, recipe, "two", *own, "--ranks.split", "12, 0", "--memory.host", "50MiB") as started:
+            self.assertEqual(started.wait(60), [1, 1])
+            least = int(re.search(r"needs (\d+) MiB", started.err(0)).group(1))
+        told = self.train_with(2, recipe, "two", *own, "--memory.host", f"{least - 20}MiB")
+        self.assertRegex(told, r"stage 0, rank 0: the embedding, layers 0 to \d;")
         self.check_same_as("two", "one")
 
     def test_a_stage_that_dies_is_named_and_any_other_pipeline_goes_on(self):
@@ -289,6 +309,9 @@ class TrainRanks(StreamCase):
                             (["--ranks.chunks", "2"], "ranks.pipeline is 1"),
                             (["--compress.pipeline", "int8"], "ranks.pipeline is 1"),
                             (["--ranks.pipeline", "auto"], "names no file to choose by"),
+                            (["--ranks.tied", "fold"], "ranks.pipeline is 1"),
+                            (["--ranks.pipeline", "2", "--ranks.tied", "fold", "--model.tied_head", "false"],
+                             "the head has a matrix of its own"),
                             (["--ranks.tensor", "2"], "divide the layers with ranks.pipeline")):
             with self.subTest(flags), self.ranks(2, recipe, "a", *flags) as ranks:
                 self.assertTrue(all(code in (1, 2) for code in ranks.wait(60)))

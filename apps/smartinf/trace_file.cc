@@ -28,8 +28,8 @@ class Writer {
   }
 
   void write(uint64_t dropped) {
-    out_ << "{\"displayTimeUnit\":\"ms\",\"otherData\":" << Json{{"dropped_events", dropped}}
-         << ",\"traceEvents\":[";
+    out_ << "{\"displayTimeUnit\":\"ms\",\"otherData\":"
+         << Json{{"dropped_events", dropped}, {"start_ns", start_ns_}} << ",\"traceEvents\":[";
     for (size_t track = 0; track < tracks_.size(); ++track) {
       group(tracks_[track].group);
       spans(track);

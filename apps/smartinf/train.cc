@@ -522,8 +522,10 @@ int run_train(config::LoadedRecipe& loaded, const TrainFlags& flags) {
   if (!devices.ok()) return fail(ranks, devices.status());
   job.updater.devices = std::move(*devices);
   job.ranks = ranks;
-  if (ranks.first()) {
-    Result<std::shared_ptr<csd::Trace>> trace = open_trace(job.options.train.trace);
+  std::string& trace_path = job.options.train.trace;
+  if (ranks.first() || train::names_rank(trace_path)) {
+    trace_path = train::with_rank(trace_path, ranks.rank());
+    Result<std::shared_ptr<csd::Trace>> trace = open_trace(trace_path);
     if (!trace.ok()) return fail(ranks, trace.status());
     job.updater.trace = std::move(*trace);
   }

@@ -125,9 +125,27 @@ double share_of(const train::StageCompression& compression, const train::Options
          static_cast<double>(tokens * width * value_bytes);
 }
 
-/// The number of stages, and then of each how many gradients are exposed.
-Result<std::vector<uint32_t>> best_stages(const config::LoadedRecipe& loaded, uint32_t world,
-                                          std::string& note) {
+/// What is chosen for ranks.cluster.
+struct Chosen {
+  uint32_t pipeline = 1;
+  std::string split;              // empty: stages of equal computing
+  std::vector<uint32_t> exposed;  // gradients, of each stage and a folded head
+
+  std::string to_text() const {
+    return fmt::format("{}|{}|{}", pipeline, split, fmt::join(exposed, " "));
+  }
+  static Chosen from_text(const std::string& text) {
+    std::istringstream in(text);
+    Chosen chosen;
+    in >> chosen.pipeline;
+    in.ignore();
+    std::getline(in, chosen.split, '|');
+    chosen.exposed.assign(std::istream_iterator<uint32_t>(in), {});
+    return chosen;
+  }
+};
+
+Result<Chosen> best_stages(const config::LoadedRecipe& loaded, uint32_t world, std::string& note) {
   const train::Options& options = loaded.recipe.options;
   train::StageCompression compression = options.ranks.compression;
   SI_ASSIGN_OR_RETURN(const sim::Cluster cluster, sim::load_cluster(options.ranks.cluster));
@@ -149,6 +167,12 @@ Result<std::vector<uint32_t>> best_stages(const config::LoadedRecipe& loaded, ui
       uint64_t{options.train.micro_batch} * options.train.accumulation * options.data.sequence;
   request.all_boxes = true;
   if (options.ranks.pipeline != 0) request.pipeline = options.ranks.pipeline;
+  request.split = options.ranks.split;
+  if (options.ranks.tied != train::TiedHeads::kAuto) {
+    request.folds = options.ranks.tied == train::TiedHeads::kFold;
+  } else if (options.lora.on()) {
+    request.folds = false;
+  }
   if (options.memory.activations == plan::Activations::kKeep) request.recompute = false;
   if (options.memory.activations == plan::Activations::kRecompute) request.recompute = true;
   const bool exposed = asks_for_exposed(compression);
@@ -172,11 +196,11 @@ Result<std::vector<uint32_t>> best_stages(const config::LoadedRecipe& loaded, ui
   note =
       fmt::format("stages, by {}: {}; a step is to take {}, bound by {}", options.ranks.cluster,
                   sim::option_text(plan, best), base::format_seconds(best.step_s), best.bound_by);
-  std::vector<uint32_t> chosen{best.pipeline};
-  for (const uint64_t last : best.exposed) chosen.push_back(static_cast<uint32_t>(last));
+  Chosen chosen{best.pipeline, best.uneven ? sim::split_text(plan, best) : std::string(), {}};
+  for (const uint64_t last : best.exposed) chosen.exposed.push_back(static_cast<uint32_t>(last));
   if (!exposed || best.exposed.empty()) return chosen;
   note += fmt::format("; exposed gradients of a step, of each stage: {}",
-                      fmt::join(std::span(chosen).subspan(1), ", "));
+                      fmt::join(chosen.exposed, ", "));
   if (std::ranges::count(best.exposed, 0u) == static_cast<int64_t>(best.exposed.size())) {
     note += ", so compressing them is not worth it";
   }
@@ -187,24 +211,24 @@ Result<std::vector<uint32_t>> best_stages(const config::LoadedRecipe& loaded, ui
 
 Status settle_stages(config::LoadedRecipe& loaded, const train::Ranks& ranks, std::string& note) {
   train::RankOptions& options = loaded.recipe.options.ranks;
-  const bool asks = options.pipeline == 0 || asks_for_exposed(options.compression);
+  const bool divides = options.pipeline > 1 && options.split.empty() && options.chunks < 2;
+  const bool asks = options.pipeline == 0 || divides || asks_for_exposed(options.compression);
   if (options.cluster.empty() || !asks) return {};
-  std::vector<uint32_t> chosen{options.pipeline == 0 ? 1 : options.pipeline};
+  Chosen chosen{std::max(1u, options.pipeline), {}, {}};
   if (!ranks.alone()) {
     Status status;
     if (ranks.first()) {
-      Result<std::vector<uint32_t>> best = best_stages(loaded, ranks.world(), note);
+      Result<Chosen> best = best_stages(loaded, ranks.world(), note);
       status = best.status();
       if (best.ok()) chosen = std::move(*best);
     }
     SI_RETURN_IF_ERROR(ranks.all_ok("ranks.cluster", status));
-    SI_ASSIGN_OR_RETURN(const std::string first,
-                        ranks.from_first(fmt::format("{}", fmt::join(chosen, " "))));
-    std::istringstream numbers(first);
-    chosen.assign(std::istream_iterator<uint32_t>(numbers), {});
+    SI_ASSIGN_OR_RETURN(const std::string first, ranks.from_first(chosen.to_text()));
+    chosen = Chosen::from_text(first);
   }
-  options.pipeline = chosen.front();
-  options.compression.exposed.assign(chosen.begin() + 1, chosen.end());
+  options.pipeline = chosen.pipeline;
+  if (options.split.empty() && options.chunks < 2) options.split = chosen.split;
+  options.compression.exposed = chosen.exposed;
   return {};
 }
 

@@ -166,8 +166,10 @@ constexpr auto kKeys = std::to_array<Key>({
            "new tokens of each sample, which with its prompt has at most data.sequence; 0: none"),
     SI_KEY("train.sample_temperature", &r.options.train.sample_temperature,
            "temperature of these samples; 0: always the likeliest token"),
-    SI_KEY("train.trace", &r.options.train.trace,
-           "file for a trace that Perfetto opens; empty: none"),
+    SI_KEY(
+        "train.trace", &r.options.train.trace,
+        "file for a trace that Perfetto opens, of rank 0 or, with \"{rank}\" in it, one for each "
+        "rank; empty: none"),
     SI_KEY("train.layer_stats_every", &r.options.train.layer_stats_every,
            "steps between two rows of the log with norms of every layer's gradient, weights and "
            "update (docs/metrics.md); each row reads all weights twice; 0: none"),
@@ -312,15 +314,20 @@ constexpr auto kKeys = std::to_array<Key>({
         "the state of one stage, and ranks / stages of them share the micro batches; 1: every "
         "rank computes the whole model; \"auto\": what smartinf plan finds for ranks.cluster"),
     SI_KEY("ranks.cluster", &r.options.ranks.cluster,
-           "file of the boxes and links by which ranks.pipeline = \"auto\" and "
-           "compress.pipeline_when = \"exposed\" choose (docs/cluster.md)"),
+           "file of the boxes and links by which layers are divided, and ranks.pipeline = \"auto\" "
+           "and compress.pipeline_when = \"exposed\" choose (docs/cluster.md)"),
     SI_KEY("ranks.chunks", &r.options.ranks.chunks,
            "parts of each stage's layers, which stages compute by turns: weights of several come "
            "from the devices as far as memory does not suffice; 1: all weights of a stage stay in "
            "memory; 0: 1 if there is memory for it, else the fewest for which there is"),
     SI_KEY("ranks.split", &r.options.ranks.split,
-           "layers of each stage, \"9, 8, 8, 7\", for machines that are not alike; empty: stages "
-           "of equal computing"),
+           "layers of each stage, \"9, 8, 8, 7\"; empty: stages of equal computing, as far as all "
+           "have the memory, or what smartinf plan finds for ranks.cluster, whose boxes may not be "
+           "alike"),
+    SI_KEY("ranks.tied", base::by_name(r.options.ranks.tied),
+           "stage that computes a head which is the embedding's matrix: \"sync\": the last one, "
+           "which has a copy; \"fold\": the first one, to which the last one sends its hidden "
+           "states; \"auto\": whichever sends fewer bytes in a step, \"sync\" in chunks"),
     SI_KEY("ranks.tensor", &r.options.ranks.tensor,
            "ranks that divide a matrix among them: 1, and nothing else is possible"),
     SI_KEY("ranks.timeout", &r.options.ranks.timeout_s,

@@ -6,23 +6,35 @@
 
 namespace smartinf::plan {
 
-uint64_t pipeline_in_flight(uint32_t stages, uint32_t stage, uint64_t micro_batches,
-                            uint32_t ahead) {
+namespace {
+
+/// Forwards of a stage between a micro batch's own and its backward.
+uint64_t forwards_between(uint32_t stages, uint32_t stage, uint32_t ahead, bool folds) {
   SI_CHECK(stage < stages, "a stage that is none of the pipeline's");
-  return std::min(micro_batches, 1 + uint64_t{stages - 1 - stage} * (1 + ahead));
+  return uint64_t{stages - 1 - stage + (folds ? 1 : 0)} * (1 + ahead);
+}
+
+}  // namespace
+
+uint64_t pipeline_in_flight(uint32_t stages, uint32_t stage, uint64_t micro_batches, uint32_t ahead,
+                            bool folds) {
+  return std::min(micro_batches, 1 + forwards_between(stages, stage, ahead, folds));
 }
 
 std::vector<PipelineAction> pipeline_actions(uint32_t stages, uint32_t stage,
-                                             uint64_t micro_batches, uint32_t ahead) {
+                                             uint64_t micro_batches, uint32_t ahead, bool folds) {
   using enum PipelineAction::Kind;
-  const uint64_t in_flight = pipeline_in_flight(stages, stage, micro_batches, ahead);
+  const uint64_t to_backward = forwards_between(stages, stage, ahead, folds);
+  const uint64_t to_head = to_backward / 2;  // half of the way there and back
   std::vector<PipelineAction> actions;
-  uint64_t back = 0;
-  for (uint64_t i = 0; i < micro_batches; ++i) {
-    actions.push_back({kForward, i});
-    if (i + 1 >= in_flight) actions.push_back({kBackward, back++});
+  for (uint64_t i = 0; i < micro_batches + to_backward; ++i) {
+    if (i < micro_batches) actions.push_back({kForward, i});
+    if (folds && stage == 0 && i >= to_head && i - to_head < micro_batches) {
+      actions.push_back({kForward, i - to_head, 1});
+      actions.push_back({kBackward, i - to_head, 1});
+    }
+    if (i >= to_backward) actions.push_back({kBackward, i - to_backward});
   }
-  while (back < micro_batches) actions.push_back({kBackward, back++});
   return actions;
 }
 

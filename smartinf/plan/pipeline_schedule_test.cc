@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <map>
+#include <optional>
 #include <utility>
 
 #include <gtest/gtest.h>
@@ -20,9 +21,9 @@ struct Times {
 
 /// Runs all stages beside each other, over a link in each direction between neighbours, and returns
 /// when the last one ends. Checks what the header says on the way. Times are of a stage's chunk;
-/// chunks 0: all units stay.
+/// chunks 0: all units stay. head: time of a folded head's forward and backward.
 double run(uint32_t stages, uint64_t micro_batches, uint32_t ahead, const Times& times,
-           uint32_t chunks = 0) {
+           uint32_t chunks = 0, std::optional<double> head = {}) {
   using Part = std::pair<uint32_t, uint64_t>;  // of the model, and micro batch
   struct Stage {
     std::vector<PipelineAction> actions;
@@ -37,10 +38,14 @@ double run(uint32_t stages, uint64_t micro_batches, uint32_t ahead, const Times&
   std::map<Part, double> inputs;
   std::map<Part, double> gradients;
   const uint32_t each = std::max(1u, chunks);
+  const uint32_t head_part = stages * each;
+  const uint32_t last_part = head_part - (head ? 0 : 1);
   for (uint32_t s = 0; s < stages; ++s) {
-    all[s].actions = chunks > 0 ? looped_actions(chunks, micro_batches)
-                                : pipeline_actions(stages, s, micro_batches, ahead);
-    EXPECT_EQ(all[s].actions.size(), 2 * micro_batches * each);
+    const uint32_t here = each + (head && s == 0 ? 1 : 0);
+    all[s].actions = chunks > 0
+                         ? looped_actions(here, micro_batches)
+                         : pipeline_actions(stages, s, micro_batches, ahead, head.has_value());
+    EXPECT_EQ(all[s].actions.size(), 2 * micro_batches * here);
   }
   for (bool moved = true; moved;) {
     moved = false;
@@ -51,22 +56,28 @@ double run(uint32_t stages, uint64_t micro_batches, uint32_t ahead, const Times&
         const bool forward = kind == Kind::kForward;
         const uint32_t part = chunk * stages + s;
         const auto& awaited = forward ? inputs : gradients;
-        if (part != (forward ? 0 : stages * each - 1)) {
+        if (part != (forward ? 0 : last_part)) {
           if (!awaited.contains({part, i})) break;
           stage.now = std::max(stage.now, awaited.at({part, i}));
         }
-        stage.now += forward ? times.forward : times.backward;
+        if (part == head_part) {
+          stage.now += forward ? 0 : *head;
+        } else {
+          stage.now += forward ? times.forward : times.backward;
+        }
         uint64_t& ahead_here = stage.forward[chunk];
         uint64_t& back_here = stage.backward[chunk];
         EXPECT_EQ(i, forward ? ahead_here++ : back_here++) << "in ascending order";
         EXPECT_LE(back_here, ahead_here);
         if (chunks == 0) {
-          EXPECT_LE(ahead_here - back_here, pipeline_in_flight(stages, s, micro_batches, ahead));
+          EXPECT_LE(ahead_here - back_here,
+                    pipeline_in_flight(stages, s, micro_batches, ahead, head.has_value()));
         }
-        double& link = forward ? stage.sent_on : stage.sent_back;
-        link = std::max(link, stage.now) + times.message;
-        if (forward) inputs[{part + 1, i}] = link;
-        if (!forward && part > 0) gradients[{part - 1, i}] = link;
+        if (part != (forward ? last_part : 0)) {
+          double& link = forward ? stage.sent_on : stage.sent_back;
+          link = std::max(link, stage.now) + times.message;
+          forward ? inputs[{part + 1, i}] = link : gradients[{part - 1, i}] = link;
+        }
         ++stage.next;
         moved = true;
       }
@@ -122,6 +133,38 @@ TEST(PipelineSchedule, EveryMicroBatchGoesForwardAndBackOnceAndNobodyWaitsForEve
       }
     }
   }
+}
+
+TEST(PipelineSchedule, AFoldedHeadIsBehindTheLastStageAndNobodyWaitsForEver) {
+  for (uint32_t stages = 2; stages <= 6; ++stages) {
+    for (uint64_t micro_batches = 1; micro_batches <= 20; ++micro_batches) {
+      for (uint32_t ahead = 0; ahead <= kPipelineAheadMax; ++ahead) {
+        for (const double message : {0.0, 0.7, 5.0}) {
+          for (const uint32_t chunks : {0u, 2u, 3u}) {
+            SCOPED_TRACE(testing::Message() << stages << " stages of " << chunks << " chunks, "
+                                            << micro_batches << " micro batches, " << ahead);
+            run(stages, micro_batches, ahead, {1, 2, message}, chunks, 1.5);
+          }
+        }
+      }
+    }
+    // A head of no time is as if the last stage had it; messages are hidden as before.
+    for (const double message : {0.0, 1.5, 3.0}) {
+      const auto took = [&](uint64_t micro_batches) {
+        return run(stages, micro_batches, 2, {1, 2, message}, 0, 0.0);
+      };
+      if (stages == 6 && message == 3) continue;  // the way back takes more than half of all
+      EXPECT_DOUBLE_EQ((took(80) - took(60)) / 20, 3) << stages << " " << message;
+      if (message == 0) {
+        EXPECT_NEAR(took(60), 3.0 * (60 + stages - 1), 3) << "a micro batch more at most";
+      }
+    }
+  }
+  EXPECT_EQ(pipeline_actions(2, 0, 1, 2, true),
+            (std::vector<PipelineAction>{{Kind::kForward, 0, 0},
+                                         {Kind::kForward, 0, 1},
+                                         {Kind::kBackward, 0, 1},
+                                         {Kind::kBackward, 0, 0}}));
 }
 
 TEST(PipelineSchedule, OneStageIsForwardAndBackwardOfOneMicroBatchAfterTheOther) {

@@ -8,7 +8,7 @@
 #include "smartinf/base/ids.h"
 #include "smartinf/base/status.h"
 #include "smartinf/plan/parameter_space.h"
-#include "smartinf/plan/stages.h"
+#include "smartinf/plan/rank_span.h"
 
 namespace smartinf::plan {
 

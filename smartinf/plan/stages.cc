@@ -5,6 +5,7 @@
 #include <limits>
 #include <numeric>
 #include <optional>
+#include <set>
 #include <utility>
 
 #include <fmt/format.h>
@@ -22,8 +23,7 @@ uint32_t Stages::of_unit(uint32_t unit) const {
   return (static_cast<uint32_t>(behind - begin.begin()) - 1) % count();
 }
 
-std::vector<uint32_t> split_units(uint32_t units, uint32_t stages,
-                                  const std::function<double(uint32_t, uint32_t)>& cost) {
+std::vector<uint32_t> split_units(uint32_t units, uint32_t stages, const StageCost& cost) {
   SI_CHECK(stages > 0 && units >= stages, "a stage without a unit");
   constexpr double kNone = std::numeric_limits<double>::infinity();
   // Of the first `end` units in so many stages: the largest cost, and where the last one begins.
@@ -36,7 +36,7 @@ std::vector<uint32_t> split_units(uint32_t units, uint32_t stages,
   for (uint32_t stage = 1; stage <= stages; ++stage) {
     for (uint32_t end = stage; end <= units; ++end) {
       for (uint32_t begin = stage - 1; begin < end; ++begin) {
-        const double most = std::max(best[stage - 1][begin].cost, cost(begin, end));
+        const double most = std::max(best[stage - 1][begin].cost, cost(stage - 1, begin, end));
         if (most < best[stage][end].cost) best[stage][end] = {most, begin};
       }
     }
@@ -46,6 +46,39 @@ std::vector<uint32_t> split_units(uint32_t units, uint32_t stages,
     begins[stage - 1] = best[stage][begins[stage]].begin;
   }
   return begins;
+}
+
+std::vector<uint32_t> split_units(uint32_t units, uint32_t stages, const StageCost& each,
+                                  const StageCost& once) {
+  const auto largest = [&](const std::vector<uint32_t>& begins, const StageCost& cost) {
+    double most = 0;
+    for (uint32_t stage = 0; stage < stages; ++stage) {
+      most = std::max(most, cost(stage, begins[stage], begins[stage + 1]));
+    }
+    return most;
+  };
+  std::set<double> limits;  // of `once`
+  for (uint32_t stage = 0; stage < stages; ++stage) {
+    for (uint32_t first = 0; first < units; ++first) {
+      for (uint32_t end = first + 1; end <= units; ++end) limits.insert(once(stage, first, end));
+    }
+  }
+  std::vector<uint32_t> best = split_units(units, stages, each);
+  const double least_each = largest(best, each);
+  double least = least_each + largest(best, once);
+  for (const double limit : limits) {
+    if (limit + least_each >= least) break;
+    constexpr double kBeyond = 1e100;
+    const auto within = [&](uint32_t stage, uint32_t first, uint32_t end) {
+      return once(stage, first, end) > limit ? kBeyond : each(stage, first, end);
+    };
+    std::vector<uint32_t> begins = split_units(units, stages, within);
+    const double sum = largest(begins, within) + largest(begins, once);
+    if (sum >= least) continue;
+    least = sum;
+    best = std::move(begins);
+  }
+  return best;
 }
 
 double unit_cost(const StageCosts& model, uint32_t unit) {
@@ -73,23 +106,20 @@ std::optional<std::vector<uint32_t>> numbers_of(std::string_view text) {
 }  // namespace
 
 base::Result<std::vector<uint32_t>> divide_units(const StageCosts& model, uint32_t stages,
-                                                 std::string_view split) {
+                                                 std::string_view split, bool folds) {
   const auto invalid = [](std::string what, std::string advice) {
     return base::Status(base::ErrorCode::kInvalidArgument, std::move(what), std::move(advice));
   };
-  const auto count = static_cast<uint32_t>(model.units.size());
+  const auto all_units = static_cast<uint32_t>(model.units.size());
+  const uint32_t count = all_units - (folds ? 1 : 0);  // among all stages
   if (count < stages) {
     return invalid(fmt::format("ranks.pipeline is {}, but the model has {} parts to divide: the "
-                               "embedding, {} groups of layers and the head",
-                               stages, count, count - 2),
+                               "embedding, {} groups of layers{}",
+                               stages, count, all_units - 2, folds ? "" : " and the head"),
                    fmt::format("Set it to {} at most", count));
   }
   if (split.empty()) {
-    return split_units(count, stages, [&](uint32_t first, uint32_t end) {
-      double sum = 0;
-      for (uint32_t unit = first; unit < end; ++unit) sum += unit_cost(model, unit);
-      return sum;
-    });
+    return divide_units_by_memory(model, stages, folds, [&](uint32_t, uint32_t) { return count; });
   }
   const auto layers_of = [](uint32_t sum, const Unit& unit) { return sum + unit.layers; };
   const uint32_t all = std::accumulate(model.units.begin(), model.units.end(), 0u, layers_of);
@@ -103,9 +133,9 @@ base::Result<std::vector<uint32_t>> divide_units(const StageCosts& model, uint32
   }
   std::vector<uint32_t> begins{0};
   uint32_t unit = 1;  // behind the embedding
-  for (uint32_t stage = 0; stage + 1 < stages; ++stage) {
+  for (uint32_t stage = 0; stage + (folds ? 0 : 1) < stages; ++stage) {
     uint32_t left = (*layers)[stage];
-    for (; left > 0 && unit + 1 < count && model.units[unit].layers <= left; ++unit) {
+    for (; left > 0 && unit + 1 < all_units && model.units[unit].layers <= left; ++unit) {
       left -= model.units[unit].layers;
     }
     if (left > 0 || (stage > 0 && unit == begins.back())) {
@@ -116,8 +146,33 @@ base::Result<std::vector<uint32_t>> divide_units(const StageCosts& model, uint32
     }
     begins.push_back(unit);
   }
-  begins.push_back(count);
+  begins.push_back(all_units);
   return begins;
+}
+
+std::vector<uint32_t> divide_units_by_memory(
+    const StageCosts& model, uint32_t stages, bool folds,
+    const std::function<uint32_t(uint32_t, uint32_t)>& most_units) {
+  constexpr double kDoesNotFit = 1e30;
+  const uint32_t head = static_cast<uint32_t>(model.units.size()) - 1;
+  const uint32_t count = folds ? head : head + 1;
+  const auto cost = [&](uint32_t stage, uint32_t first, uint32_t end) {
+    double sum = folds && stage == 0 ? unit_cost(model, head) : 0;
+    for (uint32_t unit = first; unit < end; ++unit) sum += unit_cost(model, unit);
+    return end - first > most_units(stage, first) ? kDoesNotFit : sum;
+  };
+  std::vector<uint32_t> begins = split_units(count, stages, cost);
+  for (uint32_t stage = 0; stage < stages; ++stage) {
+    if (cost(stage, begins[stage], begins[stage + 1]) == kDoesNotFit) return {};
+  }
+  if (folds) begins.push_back(head + 1);
+  return begins;
+}
+
+bool head_folds(const TiedHead& head) {
+  const uint64_t hidden_states = 2 * head.tokens * head.width * head.value_bytes;
+  const uint64_t copies = 4 + uint64_t{head.replicas} * head.value_bytes;
+  return hidden_states < copies * head.vocabulary * head.width;
 }
 
 void take_stage(const Pipeline& pipeline, TrainingMemoryInput& memory) {
@@ -132,21 +187,21 @@ void take_stage(const Pipeline& pipeline, TrainingMemoryInput& memory) {
     model.layers += all[unit].layers;
   }
   model.adapters = model.adapters * model.layers / layers;
-  if (!pipeline.last()) model.vocabulary = 0;
+  if (!pipeline.has_head()) model.vocabulary = 0;
   const uint64_t batches = base::divide_up(memory.accumulation, pipeline.stages.replicas);
   memory.ranks = pipeline.stages.replicas;
   if (pipeline.stages.chunks == 1) {
-    memory.in_flight =
-        pipeline_in_flight(pipeline.stages.count(), pipeline.stage(), batches, pipeline.ahead);
+    memory.in_flight = pipeline_in_flight(pipeline.stages.count(), pipeline.stage(), batches,
+                                          pipeline.ahead, pipeline.stages.folds);
     memory.messages = 4 * (1 + pipeline.ahead);
     return;
   }
   memory.messages = 2 * batches;
-  for (uint32_t chunk = 0; chunk < pipeline.stages.chunks; ++chunk) {
+  for (uint32_t chunk = 0; chunk < pipeline.chunks(); ++chunk) {
     memory.chunk_units = std::max(memory.chunk_units, pipeline.end(chunk) - pipeline.begin(chunk));
   }
-  // Two stages compute with a tied embedding.
-  memory.staying_units = model.tied && (pipeline.begin(0) == 0 || pipeline.last()) ? 1 : 0;
+  const bool two_stages = model.tied && !pipeline.stages.folds;  // compute with the embedding
+  memory.staying_units = two_stages && (pipeline.begin(0) == 0 || pipeline.has_head()) ? 1 : 0;
 }
 
 uint32_t most_ahead(std::span<const AheadCost> costs) {
@@ -164,8 +219,8 @@ uint32_t most_ahead(std::span<const AheadCost> costs) {
 
 std::vector<uint32_t> Pipeline::units(bool tied) const {
   std::vector<uint32_t> units;
-  if (tied && last() && begin(0) > 0) units.push_back(0);
-  for (uint32_t chunk = 0; chunk < stages.chunks; ++chunk) {
+  if (tied && has_head() && begin(0) > 0) units.push_back(0);
+  for (uint32_t chunk = 0; chunk < chunks(); ++chunk) {
     for (uint32_t unit = begin(chunk); unit < end(chunk); ++unit) units.push_back(unit);
   }
   return units;
@@ -175,7 +230,7 @@ std::vector<RankSpan> rank_spans(const Stages& stages, std::span<const Unit> uni
   std::vector<RankSpan> spans;
   const uint32_t count = stages.count();
   if (tied > 0 && count > 1) {
-    spans.push_back({0, tied, (count - 1) * stages.replicas, stages.replicas});
+    spans.push_back({0, tied, stages.of_head() * stages.replicas, stages.replicas});
   }
   for (uint32_t part = 0; part < stages.parts(); ++part) {
     const uint64_t first = units[stages.begin[part]].first;

@@ -1,6 +1,7 @@
 #include "smartinf/plan/stages.h"
 
 #include <algorithm>
+#include <numeric>
 #include <random>
 
 #include <gtest/gtest.h>
@@ -10,13 +11,13 @@
 namespace smartinf::plan {
 namespace {
 
-/// The smallest of all divisions of units [first, end).
-double least(uint32_t first, uint32_t end, uint32_t stages,
-             const std::function<double(uint32_t, uint32_t)>& cost) {
-  if (stages == 1) return cost(first, end);
+/// The smallest of all divisions of units [first, end) among the stages from `stage` on.
+double least(uint32_t first, uint32_t end, uint32_t stage, uint32_t stages, const StageCost& cost) {
+  if (stage + 1 == stages) return cost(stage, first, end);
   double best = 1e300;
-  for (uint32_t middle = first + 1; middle + stages - 1 <= end; ++middle) {
-    best = std::min(best, std::max(cost(first, middle), least(middle, end, stages - 1, cost)));
+  for (uint32_t middle = first + 1; middle + stages - stage - 1 <= end; ++middle) {
+    best = std::min(
+        best, std::max(cost(stage, first, middle), least(middle, end, stage + 1, stages, cost)));
   }
   return best;
 }
@@ -28,11 +29,15 @@ TEST(Stages, NoDivisionIsBetterThanTheOneThatIsFound) {
     const auto stages = static_cast<uint32_t>(1 + draw() % std::min(units, 4u));
     std::vector<double> costs(units);
     for (double& cost : costs) cost = static_cast<double>(draw() % 20);
-    const auto limit = static_cast<double>(5 + draw() % 40);  // a stage above it does not fit
-    const auto cost = [&](uint32_t first, uint32_t end) {
+    std::vector<double> limits, slower;  // a stage above its limit does not fit
+    for (uint32_t stage = 0; stage < stages; ++stage) {
+      limits.push_back(static_cast<double>(5 + draw() % 40));
+      slower.push_back(static_cast<double>(1 + draw() % 3));
+    }
+    const auto cost = [&](uint32_t stage, uint32_t first, uint32_t end) {
       double sum = 0;
       for (uint32_t unit = first; unit < end; ++unit) sum += costs[unit];
-      return sum > limit ? 1e6 + sum : sum;
+      return (sum > limits[stage] ? 1e6 : 0) + slower[stage] * sum;
     };
     const std::vector<uint32_t> begins = split_units(units, stages, cost);
     ASSERT_EQ(begins.size(), stages + 1);
@@ -41,9 +46,44 @@ TEST(Stages, NoDivisionIsBetterThanTheOneThatIsFound) {
     double most = 0;
     for (uint32_t stage = 0; stage < stages; ++stage) {
       ASSERT_LT(begins[stage], begins[stage + 1]) << "every stage has a unit";
-      most = std::max(most, cost(begins[stage], begins[stage + 1]));
+      most = std::max(most, cost(stage, begins[stage], begins[stage + 1]));
     }
-    EXPECT_DOUBLE_EQ(most, least(0, units, stages, cost));
+    EXPECT_DOUBLE_EQ(most, least(0, units, 0, stages, cost));
+  }
+}
+
+TEST(Stages, NoDivisionHasALesserSumOfTwo) {
+  std::mt19937 draw(11);
+  for (int round = 0; round < 200; ++round) {
+    const auto units = static_cast<uint32_t>(3 + draw() % 7);
+    std::vector<double> computing(units), drives(units), slower(3);
+    for (double& one : computing) one = static_cast<double>(draw() % 20);
+    for (double& one : drives) one = static_cast<double>(draw() % 20);
+    for (double& one : slower) one = static_cast<double>(1 + draw() % 4);
+    const auto sum_of = [](const std::vector<double>& of, uint32_t first, uint32_t end) {
+      return std::accumulate(of.begin() + first, of.begin() + end, 0.0);
+    };
+    const StageCost each = [&](uint32_t, uint32_t first, uint32_t end) {
+      return sum_of(computing, first, end);
+    };
+    const StageCost once = [&](uint32_t stage, uint32_t first, uint32_t end) {
+      return slower[stage] * sum_of(drives, first, end);
+    };
+    const auto value = [&](const std::vector<uint32_t>& begins) {
+      double most_each = 0, most_once = 0;
+      for (uint32_t stage = 0; stage < 3; ++stage) {
+        most_each = std::max(most_each, each(stage, begins[stage], begins[stage + 1]));
+        most_once = std::max(most_once, once(stage, begins[stage], begins[stage + 1]));
+      }
+      return most_each + most_once;
+    };
+    double least = 1e300;
+    for (uint32_t second = 1; second + 1 < units; ++second) {
+      for (uint32_t third = second + 1; third < units; ++third) {
+        least = std::min(least, value({0, second, third, units}));
+      }
+    }
+    EXPECT_DOUBLE_EQ(value(split_units(units, 3, each, once)), least);
   }
 }
 
@@ -53,6 +93,28 @@ TEST(Stages, ALargeHeadTakesTheLayersOfItsStage) {
   const StageCosts model{units, 768, 38'597'376, 1024};
   const auto begins = divide_units(model, 2);
   EXPECT_EQ(*begins, (std::vector<uint32_t>{0, 9, 14}));  // 8 layers, and 4 with the head
+  EXPECT_EQ(*divide_units(model, 2, {}, /*folds=*/true), (std::vector<uint32_t>{0, 5, 13, 14}));
+  // Hidden states and gradients of 1.5 tokens for each of the vocabulary are as much as a copy.
+  TiedHead head{.vocabulary = 50'257, .width = 768, .tokens = 75'385};
+  EXPECT_TRUE(head_folds(head));
+  ++head.tokens;
+  EXPECT_FALSE(head_folds(head));
+  head.replicas = 2;  // each has a copy, and only all together so many tokens
+  EXPECT_TRUE(head_folds(head));
+}
+
+TEST(Stages, MemoryMovesLayersToTheStageThatHasIt) {
+  const std::vector<Unit> units = make_units({1000, 100, 8, 1000});
+  const StageCosts model{units, 10, 1000, 0};
+  ASSERT_EQ(*divide_units(model, 2), (std::vector<uint32_t>{0, 9, 10}));
+  const auto most = [](uint32_t first_most, uint32_t second_most) {
+    return [=](uint32_t stage, uint32_t) { return stage == 0 ? first_most : second_most; };
+  };
+  using Begins = std::vector<uint32_t>;
+  EXPECT_EQ(divide_units_by_memory(model, 2, false, most(9, 9)), Begins({0, 9, 10}));
+  EXPECT_EQ(divide_units_by_memory(model, 2, false, most(5, 9)), Begins({0, 5, 10}));
+  EXPECT_EQ(divide_units_by_memory(model, 2, true, most(9, 5)), Begins({0, 4, 9, 10}));
+  EXPECT_EQ(divide_units_by_memory(model, 2, false, most(4, 5)), Begins());
 }
 
 TEST(Stages, ASplitSaysTheLayersOfEachStage) {
@@ -68,6 +130,8 @@ TEST(Stages, ASplitSaysTheLayersOfEachStage) {
     EXPECT_NE(begins.status().what().find("ranks.split"), std::string::npos) << wrong;
   }
   EXPECT_FALSE(divide_units(model, 6).ok());
+  EXPECT_EQ(*divide_units(model, 2, "2, 3", true), (std::vector<uint32_t>{0, 2, 4, 5}));
+  EXPECT_FALSE(divide_units(model, 2, "5, 0", true).ok()) << "the last stage has not even the head";
 }
 
 TEST(Stages, AsManyMicroBatchesAheadAsCostNoRankAnything) {
@@ -99,6 +163,22 @@ TEST(Stages, RanksOfAStageAreNextToEachOther) {
   EXPECT_EQ(rank_spans(stages, units).size(), 2u);
   EXPECT_EQ((Pipeline{stages, 1, 0}.units(/*tied=*/true)), (std::vector<uint32_t>{0, 1}));
   EXPECT_EQ((Pipeline{stages, 3, 0}.units(/*tied=*/true)), (std::vector<uint32_t>{0, 2}));
+}
+
+TEST(Stages, AFoldedHeadIsTheFirstStages) {
+  const Stages stages{{0, 2, 3, 4}, 2, 1, /*folds=*/true};
+  const std::vector<Unit> units{{0, 10, 0, 0}, {10, 20, 0, 1}, {30, 20, 1, 1}, {50, 5, 0, 0}};
+  EXPECT_EQ(stages.count(), 2u);
+  EXPECT_EQ(stages.of_head(), 0u);
+  EXPECT_EQ(stages.of_unit(2), 1u);
+  EXPECT_EQ(stages.of_unit(3), 0u);
+  EXPECT_EQ((Pipeline{stages, 1, 0}.units(/*tied=*/true)), (std::vector<uint32_t>{0, 1, 3}));
+  EXPECT_EQ((Pipeline{stages, 2, 0}.units(/*tied=*/true)), (std::vector<uint32_t>{2}));
+  const auto spans = rank_spans(stages, units, /*tied=*/8);
+  ASSERT_EQ(spans.size(), 4u);
+  for (const size_t first : {0, 1, 3}) EXPECT_TRUE(spans[first].has_rank(1)) << first;
+  EXPECT_TRUE(spans[2].has_rank(2));
+  EXPECT_FALSE(spans[2].has_rank(1));
 }
 
 TEST(Stages, StagesHavePartsByTurns) {

@@ -5,6 +5,7 @@
 #include <limits>
 #include <map>
 #include <numeric>
+#include <set>
 #include <tuple>
 #include <utility>
 
@@ -256,6 +257,16 @@ class ClusterPlanner {
     return part;
   }
 
+  /// Forward and backward of a folded head for a micro batch, by replica.
+  std::vector<double> head_s(const ClusterOption& option, const std::vector<uint32_t>& boxes) {
+    std::vector<double> seconds;
+    for (uint32_t replica = 0; option.folds && replica < option.replicas; ++replica) {
+      const PartSeconds& part = part_seconds(kind_of_[boxes[replica]], option);
+      seconds.push_back(part.head_forward_s + part.head_backward_s);
+    }
+    return seconds;
+  }
+
   /// Forward and backward of units [first, end) for a micro batch.
   std::pair<double, double> seconds_of(const PartSeconds& part, uint32_t first,
                                        uint32_t end) const {
@@ -274,7 +285,7 @@ class ClusterPlanner {
   /// a tied head's sums and weights between the first stage and the last.
   double tied_bytes(const ClusterOption& option, uint32_t stage) const {
     const ModelShape& model = plan_.model;
-    if (!model.tied || option.pipeline == 1) return 0;
+    if (!model.tied || option.pipeline == 1 || option.folds) return 0;
     const auto table = static_cast<double>(model.vocabulary * model.hidden);
     return stage + 1 == option.pipeline ? (4 + 2) * table / option.replicas : 0;
   }
@@ -290,6 +301,7 @@ class ClusterPlanner {
   PipelineLoad rough_load(const ClusterOption& option, const std::vector<uint32_t>& boxes) {
     const std::vector<uint32_t>& begins = option.begins;
     PipelineLoad load = load_of(option, boxes);
+    load.head_s = head_s(option, boxes);
     for (uint32_t stage = 0; stage < option.pipeline; ++stage) {
       const auto ranks = std::span(boxes).subspan(size_t{stage} * option.replicas, option.replicas);
       const double rate = exchange_rate(ranks);
@@ -320,7 +332,7 @@ class ClusterPlanner {
     if (request_.short_activation < 1) load.forward_bytes = of_message(request_.short_activation);
     if (request_.short_gradient < 1) {
       load.shorts.bytes = of_message(request_.short_gradient);
-      load.shorts.last.assign(option.pipeline, option.accumulation);
+      load.shorts.last.assign(load.stages + (option.folds ? 1 : 0), option.accumulation);
     }
     return load;
   }
@@ -330,7 +342,14 @@ class ClusterPlanner {
     ClusterOption& option = candidate.option;
     const plan::StageCosts costs{units_, plan_.model.hidden,
                                  plan_.model.vocabulary * plan_.model.hidden, plan_.model.sequence};
-    SI_ASSIGN_OR_RETURN(option.begins, plan::divide_units(costs, option.pipeline));
+    const bool fewer_bytes =
+        plan::head_folds({plan_.model.vocabulary, plan_.model.hidden, request_.tokens_per_step,
+                          plan_.options.value_bytes, option.replicas});
+    option.folds = option.pipeline > 1 && units_.size() > option.pipeline && plan_.model.tied &&
+                   request_.folds.value_or(fewer_bytes);
+    SI_ASSIGN_OR_RETURN(option.begins,
+                        plan::divide_units(costs, option.pipeline, request_.split, option.folds));
+    option.uneven = !request_.split.empty();
     const auto first_boxes = [&](std::span<const uint32_t> order) {
       return boxes_of_ranks(order.first(candidate.boxes));
     };
@@ -354,7 +373,146 @@ class ClusterPlanner {
       }
     }
     option.order.resize(candidate.boxes);
+    if (option.pipeline == 1 || option.uneven) return {};
+    SI_RETURN_IF_ERROR(divide(option, boxes_of_ranks(option.order), /*by_memory=*/false));
+    if (option.uneven) {
+      option.least_s = least_step_s(rough_load(option, boxes_of_ranks(option.order)), cluster_);
+    }
     return {};
+  }
+
+  /// Seconds of a rank in a step, by what its stage has.
+  struct RankRates {
+    PartSeconds part;
+    double batches = 0;
+    double head_s = 0;      // of a micro batch, folded
+    double update_s = 0;    // of a parameter
+    double before_s = 0;    // until the stages before have made its first input...
+    double behind_s = 0;    // ...and those before have done its last gradient
+    double exchange_s = 0;  // of a parameter
+    double tied_s = 0;      // of a step
+  };
+
+  Result<std::vector<RankRates>> rates_of(const ClusterOption& option,
+                                          const std::vector<uint32_t>& boxes, uint32_t stage) {
+    const auto ranks = std::span(boxes).subspan(size_t{stage} * option.replicas, option.replicas);
+    std::map<uint32_t, RankRates> of_kind;
+    for (const uint32_t box : ranks) {
+      const auto [at, fresh] = of_kind.try_emplace(kind_of_[box]);
+      if (!fresh) continue;
+      RankRates& rates = at->second;
+      rates.part = part_seconds(kind_of_[box], option);
+      rates.batches = static_cast<double>(batches_of(option).front());
+      if (option.folds && stage == 0) {
+        rates.head_s = rates.part.head_forward_s + rates.part.head_backward_s;
+      }
+      SI_ASSIGN_OR_RETURN(rates.update_s, update_seconds(box, option));
+      const auto units = static_cast<uint32_t>(units_.size());
+      const auto [forward_s, backward_s] = seconds_of(rates.part, 0, units - 1);
+      rates.before_s = stage * forward_s / option.pipeline;
+      rates.behind_s = stage * backward_s / option.pipeline;
+      rates.exchange_s = 4 * (option.replicas - 1.0) / option.replicas / exchange_rate(ranks);
+      rates.tied_s = tied_s(option, boxes, stage);
+    }
+    std::vector<RankRates> all;
+    for (const auto& [kind, rates] : of_kind) all.push_back(rates);
+    return all;
+  }
+
+  /// Of a parameter, on a rank of so many replicas: by the drives, or whatever takes longer.
+  Result<double> update_seconds(uint32_t box, const ClusterOption& option) {
+    const auto [at, fresh] = updates_.try_emplace({kind_of_[box], option.replicas});
+    if (!fresh) return at->second;
+    StepOptions options = options_of(option);
+    options.ranks = options.machines = option.replicas;
+    SI_ASSIGN_OR_RETURN(
+        const StageTimes times,
+        stage_times(model_of(option), with_network(rank_machines_[box], kUnlimited), options));
+    return at->second = times.update_s / static_cast<double>(plan_.model.parameters());
+  }
+
+  /// A step of a rank whose stage has units [first, end), without its update.
+  double computing_of(const RankRates& rates, uint32_t first, uint32_t end) const {
+    const auto [forward_s, backward_s] = seconds_of(rates.part, first, end);
+    const auto parameters = static_cast<double>(parameters_of(first, end));
+    return rates.batches * (forward_s + backward_s + rates.head_s) + rates.before_s +
+           rates.behind_s + rates.exchange_s * parameters + rates.tied_s;
+  }
+  /// Its update, as far as it is not beside the first forward and those of the stages before: the
+  /// other stages wait for it, but for the micro batches that may be under way.
+  double update_of(const RankRates& rates, uint32_t first, uint32_t end) const {
+    const double forward_s = seconds_of(rates.part, first, end).first;
+    return std::max(0.0, rates.update_s * static_cast<double>(parameters_of(first, end)) -
+                             rates.before_s - forward_s);
+  }
+
+  /// Makes a step the shortest, of the slowest stage and the longest update. by_memory: among
+  /// divisions that fit.
+  Status divide(ClusterOption& option, const std::vector<uint32_t>& boxes, bool by_memory) {
+    std::vector<std::vector<RankRates>> rates;
+    for (uint32_t stage = 0; stage < option.pipeline; ++stage) {
+      SI_ASSIGN_OR_RETURN(rates.emplace_back(), rates_of(option, boxes, stage));
+    }
+    const auto units = static_cast<uint32_t>(units_.size()) - (option.folds ? 1 : 0);
+    std::map<std::pair<uint32_t, uint32_t>, uint32_t> ends;  // that fit, by stage and first unit
+    const auto fits = [&](uint32_t stage, uint32_t first, uint32_t end) {
+      const auto [at, fresh] = ends.try_emplace({stage, first}, first);
+      if (fresh) {  // more units need more
+        for (uint32_t most = units; at->second < most;) {
+          const uint32_t middle = most - (most - at->second) / 2;
+          const bool has = has_memory(option, boxes, stage, first, middle);
+          (has ? at->second : most) = has ? middle : middle - 1;
+        }
+      }
+      return end <= at->second;
+    };
+    const auto computing = [&](uint32_t stage, uint32_t first, uint32_t end) {
+      double slowest_s = by_memory && !fits(stage, first, end) ? kUnlimited : 0;
+      for (const RankRates& rank : rates[stage]) {
+        slowest_s = std::max(slowest_s, computing_of(rank, first, end));
+      }
+      return slowest_s;
+    };
+    const auto update = [&](uint32_t stage, uint32_t first, uint32_t end) {
+      double longest_s = 0;
+      for (const RankRates& rank : rates[stage]) {
+        longest_s = std::max(longest_s, update_of(rank, first, end));
+      }
+      return longest_s;
+    };
+    const auto step_s = [&](const std::vector<uint32_t>& begins) {
+      double slowest_s = 0, longest_s = 0;
+      for (uint32_t stage = 0; stage < option.pipeline; ++stage) {
+        slowest_s = std::max(slowest_s, computing(stage, begins[stage], begins[stage + 1]));
+        longest_s = std::max(longest_s, update(stage, begins[stage], begins[stage + 1]));
+      }
+      return slowest_s + longest_s;
+    };
+    std::vector<uint32_t> begins = plan::split_units(units, option.pipeline, computing, update);
+    if (option.folds) begins.push_back(units + 1);
+    if (step_s(begins) > 0.99 * step_s(option.begins)) return {};
+    option.begins = std::move(begins);
+    option.uneven = true;
+    return {};
+  }
+
+  /// Of a stage of units [first, end), on all its ranks.
+  bool has_memory(const ClusterOption& option, const std::vector<uint32_t>& boxes, uint32_t stage,
+                  uint32_t first, uint32_t end) const {
+    ClusterOption tried = option;
+    tried.ahead = 0;
+    for (uint32_t i = 0; i < option.pipeline; ++i) tried.begins[i] = i <= stage ? first : end;
+    tried.begins[stage + 1] = end;
+    std::set<uint32_t> kinds;
+    for (uint32_t replica = 0; replica < option.replicas; ++replica) {
+      const uint32_t rank = stage * option.replicas + replica;
+      if (!kinds.insert(kind_of_[boxes[rank]]).second) continue;
+      const Machine& machine = rank_machines_[boxes[rank]];
+      if (!lack_of(option, need_of(option, machine, pipeline_of(tried, rank)), machine).empty()) {
+        return false;
+      }
+    }
+    return true;
   }
 
   /// Fewer where each costs more, so that 64 boxes take no longer than 16.
@@ -385,7 +543,10 @@ class ClusterPlanner {
   /// Every rank's memory; what lacks, empty where all fits.
   std::string place_in_memory(ClusterOption& option, uint64_t& least_lack) {
     const std::vector<uint32_t> boxes = boxes_of_ranks(option.order);
-    const std::string lacks = place_stages(option, boxes);
+    std::string lacks = place_stages(option, boxes);
+    if (!lacks.empty() && option.pipeline > 1 && request_.split.empty() && some_fit(option)) {
+      if (divide(option, boxes, /*by_memory=*/true).ok()) lacks = place_stages(option, boxes);
+    }
     if (lacks.empty()) return {};
     uint64_t over = 0;
     for (const RankNeed& rank : option.ranks) {
@@ -402,8 +563,17 @@ class ClusterPlanner {
     return lacks;
   }
 
+  /// Whether a rank has what it needs; else all would lack as much with other layers.
+  static bool some_fit(const ClusterOption& option) {
+    return std::ranges::any_of(option.ranks, [](const RankNeed& rank) {
+      const auto within = [](uint64_t need, uint64_t limit) { return limit == 0 || need <= limit; };
+      return within(rank.need.host_bytes, rank.host_limit_bytes) &&
+             within(rank.need.gpu_bytes, rank.gpu_limit_bytes);
+    });
+  }
+
   plan::Pipeline pipeline_of(const ClusterOption& option, uint32_t rank) const {
-    return {{option.begins, option.replicas}, rank, option.ahead};
+    return {{option.begins, option.replicas, 1, option.folds}, rank, option.ahead};
   }
 
   /// As the trainer does: of one stage all ranks make one plan, for the least of their limits.
@@ -522,6 +692,7 @@ class ClusterPlanner {
 
   Status simulate_stages(ClusterOption& option, const std::vector<uint32_t>& boxes) {
     PipelineLoad load = load_of(option, boxes);
+    load.head_s = head_s(option, boxes);
     StepOptions options = options_of(option);
     options.ranks = options.machines = option.replicas;
     const ModelShape model = model_of(option);
@@ -564,6 +735,7 @@ class ClusterPlanner {
   uint32_t most_devices_ = 0;
   bool alike_ = true;  // in ranks
   std::map<std::tuple<uint32_t, uint64_t, bool>, PartSeconds> parts_;
+  std::map<std::pair<uint32_t, uint32_t>, double> updates_;  // by kind and replicas
   ClusterPlan plan_;
 };
 
@@ -575,21 +747,27 @@ Result<ClusterPlan> plan_cluster(const ModelShape& model, const Cluster& cluster
   return ClusterPlanner(model, cluster, request).make();
 }
 
-std::string option_text(const ClusterPlan& plan, const ClusterOption& option) {
+std::string split_text(const ClusterPlan& plan, const ClusterOption& option) {
   const std::vector<plan::Unit> units = plan.model.units();
+  std::string text;
+  for (uint32_t stage = 0; stage < option.pipeline; ++stage) {
+    uint32_t layers = 0;
+    for (uint32_t unit = option.begins[stage]; unit < option.begins[stage + 1]; ++unit) {
+      layers += units[unit].layers;
+    }
+    text += fmt::format("{}{}", stage > 0 ? ", " : "", layers);
+  }
+  return text;
+}
+
+std::string option_text(const ClusterPlan& plan, const ClusterOption& option) {
   std::string text;
   if (option.pipeline == 1) {
     text = option.replicas == 1 ? "one rank"
                                 : fmt::format("{} ranks, each the whole model", option.replicas);
   } else {
-    std::vector<uint32_t> layers;
-    for (uint32_t stage = 0; stage < option.pipeline; ++stage) {
-      layers.push_back(0);
-      for (uint32_t unit = option.begins[stage]; unit < option.begins[stage + 1]; ++unit) {
-        layers.back() += units[unit].layers;
-      }
-    }
-    text = fmt::format("{} stages of {} layers", option.pipeline, fmt::join(layers, " + "));
+    text = fmt::format("{} stages of {} layers", option.pipeline, split_text(plan, option));
+    if (option.folds) text += ", the head on the first";
     if (option.replicas > 1) text += fmt::format(", {} replicas", option.replicas);
   }
   text += fmt::format(", {} micro batches of {}, {}", option.accumulation, option.micro_batch,

@@ -24,6 +24,8 @@ struct ClusterRequest {
   std::optional<uint32_t> pipeline;
   std::optional<uint64_t> micro_batch;
   std::optional<bool> recompute;
+  std::string split;          // layers of each of `pipeline` stages, "9, 8, 8, 7"
+  std::optional<bool> folds;  // plan::Stages::folds
   bool all_boxes = false;  // fewer than all are not tried, and their order is kept: as they run
   /// Bytes of a message between stages over those of a whole one. Gradients: of those that are
   /// exposed; 1: none is compressed.
@@ -49,7 +51,9 @@ struct ClusterOption {
   uint32_t ahead = 0;
   bool recompute = true;
   std::vector<uint32_t> order;   // boxes, the first has rank 0
-  std::vector<uint32_t> begins;  // first unit of each stage, and the number of units
+  std::vector<uint32_t> begins;  // first unit of each part, and the number of units
+  bool folds = false;            // plan::Stages::folds
+  bool uneven = false;           // stages are not those of equal computing: a recipe has to say so
 
   double least_s = 0;  // no step is shorter
   double step_s = 0;
@@ -77,7 +81,9 @@ struct ClusterPlan {
 };
 inline constexpr size_t kBestMax = 5;
 
-/// Tries all (pipeline, replicas, micro batch, activations), each with the best order of boxes: by
+/// Tries all (pipeline, replicas, micro batch, activations), each with the best order of boxes and
+/// the division of layers in which the slowest stage takes least, by its boxes' computing, drives,
+/// links and memory. That is one of equal computing where it gains less than 1 %. Ways are tried by
 /// memory as `smartinf train` plans it, then by least_step_s(), then on the virtual clock. The same
 /// on every machine. Errors: kInvalidArgument for tokens that are not whole sequences; those of
 /// check_train_can and simulate_step.
@@ -86,6 +92,8 @@ base::Result<ClusterPlan> plan_cluster(const ModelShape& model, const Cluster& c
 
 /// "pipeline 2, 16 micro batches of 1, layers 15 + 13": what an option is, in words.
 std::string option_text(const ClusterPlan& plan, const ClusterOption& option);
+/// Layers of each stage, in the form of ranks.split.
+std::string split_text(const ClusterPlan& plan, const ClusterOption& option);
 /// What was found of the order of boxes, a sentence; empty where there is nothing to order.
 std::string order_text(const ClusterPlan& plan, const ClusterOption& option);
 /// torchrun's line on each of the option's boxes, in their order.

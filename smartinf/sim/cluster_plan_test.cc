@@ -1,5 +1,11 @@
 #include "smartinf/sim/cluster_plan.h"
 
+#include <algorithm>
+#include <cstdlib>
+#include <functional>
+#include <map>
+
+#include <fmt/format.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -120,6 +126,58 @@ TEST(ClusterPlan, BoxesWithFastLinksAreNeighbours) {
   const ClusterPlan same = plan_of(untied, alike, 8 * 2048, request);
   EXPECT_FALSE(same.best.front().reordered);
   EXPECT_THAT(order_text(same, same.best.front()), HasSubstr("nothing to gain"));
+}
+
+/// The step of each division of 16 layers among two stages that can be, by the first one's layers.
+std::map<uint32_t, double> steps_of_all(const ModelShape& model, const Cluster& cluster,
+                                        ClusterRequest request) {
+  std::map<uint32_t, double> steps;
+  for (uint32_t first = 0; first <= 16; ++first) {
+    request.split = fmt::format("{}, {}", first, 16 - first);
+    request.tokens_per_step = 16 * 2048;
+    const auto plan = plan_cluster(model, cluster, request);
+    if (plan.ok() && !plan->best.empty()) steps[first] = plan->best.front().step_s;
+  }
+  return steps;
+}
+
+TEST(ClusterPlan, LayersAreDividedByComputingDrivesLinksAndMemory) {
+  ClusterRequest request;
+  request.pipeline = 2;
+  request.micro_batch = 1;
+  request.recompute = true;
+  request.all_boxes = true;
+  const ModelShape model = model_named("llama3-1B");
+  const auto layers_of = [&](const char* what, const std::function<void(Box&)>& change,
+                             const ClusterRequest& asked) {
+    SCOPED_TRACE(what);
+    Cluster cluster = boxes_of(2, 10);
+    change(cluster.boxes[1]);
+    const ClusterPlan plan = plan_of(model, cluster, 16 * 2048, asked);
+    EXPECT_FALSE(plan.best.empty());
+    if (plan.best.empty()) return 0;
+    const ClusterOption& best = plan.best.front();
+    // No other division is better, but for what the cost of a division leaves out.
+    double least_s = best.step_s;
+    std::string all;
+    for (const auto& [first, step_s] : steps_of_all(model, cluster, asked)) {
+      least_s = std::min(least_s, step_s);
+      all += fmt::format("{}: {:.3f} s; ", first, step_s);
+    }
+    EXPECT_LE(best.step_s, 1.03 * least_s) << split_text(plan, best) << " of " << all;
+    EXPECT_LE(best.least_s, best.step_s * 1.0001);
+    return std::atoi(split_text(plan, best).c_str());
+  };
+  const int alike = layers_of(
+      "alike", [](Box&) {}, request);
+  const auto slower = [](Box& box) { box.machine.gpu.peak_flops /= 3; };
+  EXPECT_GT(layers_of("computing", slower, request), alike + 2);
+  const auto slow_drives = [](Box& box) {
+    for (DeviceGroup& group : box.machine.devices) group.read_bytes_per_s /= 40;
+  };
+  EXPECT_GT(layers_of("drives", slow_drives, request), alike + 2);
+  const auto small = [](Box& box) { box.machine.gpu.memory_bytes /= 8; };
+  EXPECT_GT(layers_of("memory", small, request), alike + 2);
 }
 
 TEST(ClusterPlan, MoreMemoryNeverTurnsAFitIntoAMisfit) {

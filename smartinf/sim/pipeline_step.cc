@@ -64,6 +64,8 @@ class PipelineGraph {
 
  private:
   using Action = plan::PipelineAction;
+  static constexpr size_t kKinds = 4;  // of actions: of the stage and of a folded head
+  static size_t kind_of(bool back, uint32_t chunk) { return 2 * chunk + (back ? 1 : 0); }
   struct Label {
     TaskIndex task = kNone;
     std::string lane, name;
@@ -73,6 +75,8 @@ class PipelineGraph {
     TaskIndex before = kNone;  // the rank's action before it
     TaskIndex ready = kNone;   // what it made may be sent, and the rank go on
   };
+
+  using Made = std::array<std::vector<Computed>, kKinds>;
 
   static Stage seconds(double value, const std::vector<Use>& uses) {
     if (uses.empty()) return Stage(0, {}, value);
@@ -89,11 +93,11 @@ class PipelineGraph {
 
   /// All ranks' actions of a step; returns the end of all backwards.
   TaskIndex add_step(uint32_t step) {
-    std::vector<std::array<std::vector<Computed>, 2>> made(load_.ranks());
+    std::vector<Made> made(load_.ranks());
     std::vector<std::vector<Action>> actions;
     for (uint32_t rank = 0; rank < load_.ranks(); ++rank) {
       actions.push_back(plan::pipeline_actions(load_.stages, load_.stage(rank), load_.batches(rank),
-                                               load_.ahead));
+                                               load_.ahead, load_.folds()));
       compute(rank, actions.back(), made[rank]);
     }
     for (uint32_t rank = 0; rank < load_.ranks(); ++rank) {
@@ -126,43 +130,43 @@ class PipelineGraph {
     return at->second;
   }
 
-  void compute(uint32_t rank, const std::vector<Action>& actions,
-               std::array<std::vector<Computed>, 2>& made) {
+  void compute(uint32_t rank, const std::vector<Action>& actions, Made& made) {
     TaskIndex last = load_.late ? started_ : updated_[rank];
     for (const Action& action : actions) {
       const bool back = action.kind == Action::Kind::kBackward;
+      const bool head = action.chunk > 0;
       const StageTimes& times = load_.times[rank];
-      Computed& one = made[back].emplace_back();
+      double takes_s = back ? times.backward_s : times.forward_s;
+      if (head) takes_s = back ? load_.head_s[rank] : 0;
+      Computed& one = made[kind_of(back, action.chunk)].emplace_back();
       one.before = last;
-      one.task = graph_.add_task(
-          {seconds(back ? times.backward_s : times.forward_s, {{computing_[rank], kTick}})},
-          {last});
-      label(one.task, rank, fmt::format("{}{}", back ? "B" : "F", action.micro_batch));
+      one.task = graph_.add_task({seconds(takes_s, {{computing_[rank], kTick}})}, {last});
+      label(one.task, rank, fmt::format("{}{}", head ? "H" : back ? "B" : "F", action.micro_batch));
       // Of the first forward each part waits for its own new weights.
-      const bool first = !back && action.micro_batch == 0 && updated_[rank] != kNone;
+      const bool first = !back && !head && action.micro_batch == 0 && updated_[rank] != kNone;
       one.ready = first ? graph_.add_task({}, {one.task, updated_[rank]}) : one.task;
       last = one.ready;
     }
   }
 
-  bool is_short(uint32_t rank, uint64_t micro_batch) const {
+  bool is_short(uint32_t rank, uint32_t sender, uint64_t micro_batch) const {
     const std::vector<uint64_t>& last = load_.shorts.last;
-    return !last.empty() && micro_batch + last[load_.stage(rank)] >= load_.batches(rank);
+    return !last.empty() && micro_batch + last[sender] >= load_.batches(rank);
   }
 
   /// What an action made, on its way to the neighbour that needs it.
-  void send(uint32_t rank, const Action& action,
-            std::vector<std::array<std::vector<Computed>, 2>>& made) {
+  void send(uint32_t rank, const Action& action, std::vector<Made>& made) {
     const bool back = action.kind == Action::Kind::kBackward;
-    const uint32_t stage = load_.stage(rank);
-    if (back ? stage == 0 : stage + 1 == load_.stages) return;
-    const uint32_t to = back ? rank - load_.replicas : rank + load_.replicas;
-    const Computed& from = made[rank][back][action.micro_batch];
-    const Computed& needs = made[to][back][action.micro_batch];
+    const uint32_t sender = action.chunk > 0 ? load_.stages : load_.stage(rank);
+    if (back ? sender == 0 : sender + 1 == load_.senders()) return;
+    const uint32_t getter = back ? sender - 1 : sender + 1;
+    const uint32_t to = load_.rank_of(getter, rank % load_.replicas);
+    const Computed& from = made[rank][kind_of(back, action.chunk)][action.micro_batch];
+    const Computed& needs = made[to][kind_of(back, getter / load_.stages)][action.micro_batch];
     const Link& link = link_of(cluster_, load_.box[rank], load_.box[to]);
     uint64_t bytes = load_.message_bytes;
     TaskIndex made_it = from.ready;
-    if (back && is_short(rank, action.micro_batch)) {
+    if (back && is_short(rank, sender, action.micro_batch)) {
       bytes = load_.shorts.bytes;
       // A thread makes one after the other.
       made_it = graph_.add_task({seconds(load_.shorts.make_s, {})}, {made_it, packed_[rank]});
@@ -232,8 +236,9 @@ class PipelineGraph {
     for (uint32_t rank = 0; rank < load_.ranks(); ++rank) {
       const std::string& box = cluster_.boxes[load_.box[rank]].name;
       const StageTimes& of = load_.times[rank];
+      const double head_s = rank < load_.head_s.size() ? load_.head_s[rank] : 0;
       const double alone_s =
-          static_cast<double>(load_.batches(rank)) * (of.forward_s + of.backward_s);
+          static_cast<double>(load_.batches(rank)) * (of.forward_s + of.backward_s + head_s);
       times.computing.push_back(alone_s / (to_s - from_s));
       take(alone_s, fmt::format("computing on {}", box));
       take(of.update_s + of.sync_s, fmt::format("the update on {} ({})", box, of.bound_by));
@@ -290,10 +295,10 @@ std::vector<uint64_t> exposed_gradients(const PipelineLoad& load, const Cluster&
   const uint64_t all = *std::ranges::max_element(load.micro_batches);
   PipelineLoad tried = load;
   std::vector<uint64_t>& last = tried.shorts.last;
-  last.assign(load.stages, all);
+  last.assign(load.senders(), all);
   last.front() = 0;
   const double shortest_s = simulate_pipeline(tried, cluster).step_s;
-  for (uint32_t stage = 1; stage < load.stages; ++stage) {
+  for (uint32_t stage = 1; stage < load.senders(); ++stage) {
     uint64_t least = 0;
     for (uint64_t most = all; least < most;) {
       last[stage] = least + (most - least) / 2;
@@ -310,13 +315,15 @@ double least_step_s(const PipelineLoad& load, const Cluster& cluster) {
   for (uint32_t replica = 0; replica < load.replicas; ++replica) {
     const auto batches = static_cast<double>(load.micro_batches[replica]);
     double there_s = 0;  // until the first message is at the stage, and the last one's way back
-    for (uint32_t stage = 0; stage < load.stages; ++stage) {
-      const uint32_t rank = stage * load.replicas + replica;
+    for (uint32_t sender = 0; sender < load.senders(); ++sender) {
+      const uint32_t rank = load.rank_of(sender, replica);
       const StageTimes& times = load.times[rank];
-      const double each_s = times.forward_s + times.backward_s;
-      least_s = std::max(least_s, there_s + batches * each_s + times.exchange_s);
-      if (stage + 1 == load.stages) break;
-      const uint32_t next = rank + load.replicas;
+      const double head_s = load.folds() ? load.head_s[replica] : 0;
+      const double each_s = sender == load.stages ? head_s : times.forward_s + times.backward_s;
+      const double all_s = batches * (each_s + (sender == 0 ? head_s : 0));
+      least_s = std::max(least_s, there_s + all_s + times.exchange_s);
+      if (sender + 1 == load.senders()) break;
+      const uint32_t next = load.rank_of(sender + 1, replica);
       const auto message_s = [&](uint32_t from, uint32_t to, uint64_t bytes) {
         const Link link = link_of(cluster, load.box[from], load.box[to]);
         const double rate = link.shared();

@@ -18,8 +18,11 @@ struct PipelineLoad {
   uint32_t ahead = 0;  // plan::pipeline_actions()
   /// Every exchange is waited for by both ends, as in torch's and Megatron's pipelines.
   bool waits = false;
-  bool late = true;                     // the update runs beside the next step's first forward
-  std::vector<StageTimes> times;        // of each rank
+  bool late = true;               // the update runs beside the next step's first forward
+  std::vector<StageTimes> times;  // of each rank
+  /// Of each replica of the first stage: forward and backward of a head that is folded
+  /// (plan/pipeline_schedule.h); empty: none is.
+  std::vector<double> head_s = {};
   std::vector<uint32_t> box;            // of each rank, in the cluster
   std::vector<uint64_t> micro_batches;  // of each replica
   uint64_t message_bytes = 0;           // of a micro batch, at each boundary and in each direction
@@ -27,11 +30,18 @@ struct PipelineLoad {
   struct ShortGradients {
     uint64_t bytes = 0;          // of a micro batch
     double make_s = 0;           // beside computing
-    std::vector<uint64_t> last;  // by stage: so many of a step, its last ones; empty: none
+    std::vector<uint64_t> last;  // by sender: so many of a step, its last ones; empty: none
   };
   ShortGradients shorts = {};
   uint64_t forward_bytes = 0;  // of an activation in a short form; 0: message_bytes
 
+  bool folds() const { return !head_s.empty(); }
+  /// Senders of messages back: stages, and a folded head behind the last.
+  uint32_t senders() const { return stages + (folds() ? 1 : 0); }
+  /// The rank of a sender.
+  uint32_t rank_of(uint32_t sender, uint32_t replica) const {
+    return sender % stages * replicas + replica;
+  }
   uint32_t ranks() const { return static_cast<uint32_t>(times.size()); }
   uint32_t stage(uint32_t rank) const { return rank / replicas; }
   uint64_t batches(uint32_t rank) const { return micro_batches[rank % replicas]; }
@@ -53,7 +63,7 @@ PipelineTimes simulate_pipeline(const PipelineLoad& load, const Cluster& cluster
 
 /// How many gradients each stage has to send in their short form, of the last ones of a step, for
 /// the step to be as short as with all of them, as far as that is no more than 0.5 % of it. By
-/// stage; of the first one 0. Pure.
+/// sender; of the first one 0. Pure.
 std::vector<uint64_t> exposed_gradients(const PipelineLoad& load, const Cluster& cluster);
 
 /// No step is shorter: each stage computes all its micro batches behind the first one's way to it,

@@ -85,6 +85,29 @@ TEST(PipelineStep, MessagesThatTakeNoLongerThanComputingAreHidden) {
   EXPECT_NEAR(each_s(3, 4, true), 16, 1e-6);
 }
 
+TEST(PipelineStep, AFoldedHeadIsTheFirstStagesAndItsMessagesAreHidden) {
+  for (const uint64_t message_s : {0, 2, 4}) {
+    const auto step_s = [&](uint64_t micro_batches) {
+      Case one(2, micro_batches, 2, 4, message_s);  // stages of 6 s
+      one.load.ahead = 2;
+      one.load.times[0] = {};
+      one.load.times[0].forward_s = one.load.times[0].backward_s = 1;
+      one.load.head_s = {4};
+      return one.step_s();
+    };
+    // An interface has two messages of a micro batch in each direction.
+    const double each_s = std::max(6.0, 2.0 * static_cast<double>(message_s));
+    EXPECT_NEAR(step_s(40) - step_s(30), 10 * each_s, 1e-6) << message_s;
+    if (message_s == 0) {
+      EXPECT_NEAR(step_s(30), 1 + 30 * 6 + 1, 1e-6);
+    }
+  }
+  Case one(2, 20, 2, 4, 4);
+  one.load.ahead = 2;
+  one.load.head_s = {0};
+  EXPECT_EQ(exposed_gradients(one.load, one.cluster).size(), 3u) << "of the head, too";
+}
+
 TEST(PipelineStep, ALongStepIsOfAsLongMicroBatches) {
   Case longer(4, 500, 2, 3, 4), shorter(4, 96, 2, 3, 4);
   longer.load.ahead = shorter.load.ahead = 2;

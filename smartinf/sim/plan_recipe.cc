@@ -272,6 +272,7 @@ Result<std::string> cluster_recipe(const ClusterPlan& plan, const ClusterOption&
   if (gpu > 0) parts.limits += fmt::format("accelerator = {}\n", gpu);
   if (option.pipeline > 1) {
     parts.more = fmt::format("\n[ranks]\npipeline = {}\n", option.pipeline);
+    if (option.uneven) parts.more += fmt::format("split = \"{}\"\n", split_text(plan, option));
   }
   return recipe_text(parts);
 }

@@ -226,8 +226,14 @@ Status validate(const RankOptions& ranks) {
                                      : "divides the layers equally, but ranks.split is set",
                  "Leave one of them out");
   }
-  if (!ranks.split.empty() && ranks.pipeline == 1) {
-    return wrong("ranks.split", "is set, but ranks.pipeline is 1", "Set that to the stages");
+  if (!ranks.split.empty() && ranks.pipeline < 2) {
+    return wrong(
+        "ranks.split",
+        fmt::format("is set, but ranks.pipeline is {}", ranks.pipeline == 1 ? "1" : "auto"),
+        "Set that to the stages");
+  }
+  if (ranks.tied == TiedHeads::kFold && ranks.pipeline == 1) {
+    return wrong("ranks.tied", "is \"fold\", but ranks.pipeline is 1", "Leave one of them out");
   }
   if (ranks.tensor != 1) {
     return wrong(

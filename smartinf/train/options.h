@@ -219,6 +219,15 @@ inline constexpr uint64_t kCodedBlock = 128;
 /// Bytes of the short form of [rows, width] values.
 uint64_t compressed_bytes(const StageCompression& options, uint64_t rows, uint64_t width);
 
+/// Which stage computes a head that is the embedding's matrix.
+enum class TiedHeads : uint8_t {
+  kAuto,  // whichever has fewer bytes to send
+  kSync,  // the last one, which has a copy
+  kFold,  // the first one
+};
+inline constexpr std::array<std::string_view, 3> kTiedHeadNames{"auto", "sync", "fold"};
+constexpr base::EnumNames enum_names(TiedHeads) { return kTiedHeadNames; }
+
 /// Several processes that train one model together.
 struct RankOptions {
   double timeout_s = 1200;
@@ -227,7 +236,8 @@ struct RankOptions {
   std::string cluster;    // file of boxes and links, for what is chosen by the simulator
   uint32_t chunks = 0;    // of a stage; 1: all its weights stay in memory; 0: as memory allows
   std::string split;      // layers of each stage, "9, 8, 8, 7"; empty: stages of equal computing
-  uint32_t tensor = 1;    // refused above
+  TiedHeads tied = TiedHeads::kAuto;
+  uint32_t tensor = 1;  // refused above
   StageCompression compression = {};
 };
 

@@ -58,7 +58,8 @@ bool StageLink::shortens(const Line& line) const {
 
 bool StageLink::is_short(Way way, size_t stage, uint64_t micro_batch) const {
   return way == Way::kForward ||
-         is_compressed(lines_[1].form, static_cast<uint32_t>(ends_.column.size()),
+         is_compressed(lines_[1].form,
+                       static_cast<uint32_t>(ends_.column.size()) + (ends_.folds ? 1 : 0),
                        static_cast<uint32_t>(stage), micro_batches_, micro_batch);
 }
 
@@ -145,7 +146,9 @@ void StageLink::send(Way way, const Tensor& tensor) {
   const auto& rank = way == Way::kForward ? ends_.behind : ends_.before;
   Line& to = line(way);
   std::optional<bool> shorten;
-  if (shortens(to)) shorten = is_short(way, stage_, to.sent++);
+  // What the first stage sends back is a folded head's, behind the last stage.
+  const size_t stage = stage_ == 0 ? ends_.column.size() : stage_;
+  if (shortens(to)) shorten = is_short(way, stage, to.sent++);
   start_send(way, tensor, rank.value(), shorten);
 }
 
@@ -156,15 +159,16 @@ void StageLink::finish() {
   micro_batches_ = 0;
 }
 
-Tensor StageLink::from_last(const Tensor& mine, int64_t size) {
-  if (ends_.column.back() == ranks_->rank()) {
+Tensor StageLink::from_head(const Tensor& mine, int64_t size) {
+  const uint32_t head = ends_.folds ? ends_.column.front() : ends_.column.back();
+  if (head == ranks_->rank()) {
     for (const uint32_t rank : ends_.column) {
       if (rank != ranks_->rank()) start_send(Way::kBackward, mine, rank);
     }
     return mine;
   }
   Tensor tensor = torch::empty({size}, activations_.device(torch::kCPU));
-  auto started = ranks_->receive(Channel::kBackward, bytes_of(tensor), ends_.column.back());
+  auto started = ranks_->receive(Channel::kBackward, bytes_of(tensor), head);
   throw_if_error(started.status());
   Message message{tensor, std::move(*started)};
   wait(message);

@@ -29,6 +29,7 @@ class StageLink {
     std::optional<uint32_t> before;  // ranks; none: this is the first stage, or the last, and
     std::optional<uint32_t> behind;  // stages have one chunk each
     std::vector<uint32_t> column;  // of all stages of this replica, the first one's first
+    bool folds = false;            // the first one computes the head
   };
   /// activations: their type, and where stages compute. in_flight: messages of each way that are
   /// sent and not waited for, at most. compression: in training.
@@ -48,8 +49,8 @@ class StageLink {
   void send(Way way, const torch::Tensor& tensor);
   /// Waits until all that was sent is gone.
   void finish();
-  /// The last stage's, [size], on all stages.
-  torch::Tensor from_last(const torch::Tensor& mine, int64_t size);
+  /// The head's stage's, [size], on all stages.
+  torch::Tensor from_head(const torch::Tensor& mine, int64_t size);
 
   /// Bytes sent, and seconds waited, of all time.
   uint64_t sent_bytes() const { return sent_bytes_; }

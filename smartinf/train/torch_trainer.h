@@ -106,7 +106,7 @@ class TorchTrainer final : public Trainer {
   uint32_t replicas() const { return pipeline_.stages.replicas; }
   /// The rank that has the losses of a replica.
   uint32_t rank_of_head(uint64_t replica) const {
-    return ranks_.world() - replicas() + static_cast<uint32_t>(replica);
+    return pipeline_.stages.of_head() * replicas() + static_cast<uint32_t>(replica);
   }
   /// Elements of what is trained by the ranks that compute with them; empty: all of them.
   std::vector<plan::RankSpan> spans_of_stages() const;

@@ -429,20 +429,23 @@ std::optional<UnitPass::Stage> TorchTrainer::make_stage() const {
   for (uint32_t one = 0; one < stages; ++one) {
     ends.column.push_back(one * replicas() + pipeline_.stages.replica(ranks_.rank()));
   }
-  const uint32_t chunks = pipeline_.stages.chunks;
-  const bool ring = chunks > 1;
+  const bool looped = pipeline_.stages.chunks > 1;
+  const bool folds = ends.folds = pipeline_.stages.folds;
+  const bool ring = looped || folds;
   if (stage > 0 || ring) ends.before = ends.column[(stage + stages - 1) % stages];
-  if (!pipeline_.last() || ring) ends.behind = ends.column[(stage + 1) % stages];
+  if (stage + 1 < stages || ring) ends.behind = ends.column[(stage + 1) % stages];
   UnitPass::Stage made;
-  for (uint32_t chunk = 0; chunk < chunks; ++chunk) {
+  for (uint32_t chunk = 0; chunk < pipeline_.chunks(); ++chunk) {
     made.chunks.push_back({pipeline_.begin(chunk), pipeline_.end(chunk)});
   }
-  made.actions = ring ? plan::looped_actions(chunks, mine_.size())
-                      : plan::pipeline_actions(stages, stage, mine_.size(), pipeline_.ahead);
+  const uint64_t count = mine_.size();
+  made.looped = looped;
+  made.actions = looped ? plan::looped_actions(pipeline_.chunks(), count)
+                        : plan::pipeline_actions(stages, stage, count, pipeline_.ahead, folds);
   // A stage in chunks gets and sends the next chunk's messages while it computes this one.
-  made.at_once = ring ? mine_.size() : 1 + pipeline_.ahead;
+  made.at_once = looped ? count : 1 + pipeline_.ahead;
   const uint64_t sent =
-      ring ? mine_.size() : plan::pipeline_in_flight(stages, 0, mine_.size(), pipeline_.ahead);
+      looped ? count : plan::pipeline_in_flight(stages, 0, count, pipeline_.ahead, folds);
   made.link =
       std::make_unique<StageLink>(ranks_.collectives(), std::move(ends), weights_.tensor_options(),
                                   sent, options_.ranks.compression);
@@ -534,24 +537,50 @@ Status check_early(const Job& job) {
                 "Set it to \"auto\" or \"late\"");
 }
 
+/// Whether the first stage computes a tied head. Stages in chunks wait for it: only if asked for.
+bool folds(const model::Architecture& model, const Options& options, const plan::Stages& stages) {
+  if (!model.tied_head || options.ranks.tied != TiedHeads::kAuto) {
+    return options.ranks.tied == TiedHeads::kFold;
+  }
+  // Beside adapters a copy is not trained: nothing is sent for it.
+  if (options.lora.on() || stages.chunks > 1) return false;
+  const TrainOptions& train = options.train;
+  return plan::head_folds(
+      {model.vocabulary, model.width,
+       uint64_t{train.accumulation} * train.micro_batch * options.data.sequence,
+       static_cast<uint32_t>(base::data_type_bytes(precision_data_type(train.precision))),
+       stages.replicas});
+}
+
+plan::StageCosts stage_costs(std::span<const plan::Unit> units, const model::Architecture& model,
+                             const Options& options) {
+  return {units, model.width, uint64_t{model.vocabulary} * model.width, options.data.sequence};
+}
+
 /// Of so many chunks each.
 Result<plan::Stages> divide(const model::Architecture& model, const Options& options,
                             uint32_t world, uint32_t chunks) {
   const std::vector<plan::Unit> units = model::make_units(model);
-  const plan::StageCosts costs{units, model.width, uint64_t{model.vocabulary} * model.width,
-                               options.data.sequence};
+  const plan::StageCosts costs = stage_costs(units, model, options);
   plan::Stages divided;
   divided.replicas = world / options.ranks.pipeline;
   divided.chunks = chunks;
-  if (chunks > 1 && units.size() < uint64_t{options.ranks.pipeline} * chunks) {
+  divided.folds = folds(model, options, divided);
+  const size_t parts = units.size() - (divided.folds ? 1 : 0);
+  if (chunks > 1 && parts < uint64_t{options.ranks.pipeline} * chunks) {
     return Status(ErrorCode::kInvalidArgument,
                   fmt::format("ranks.chunks is {}, but the model has {} parts to divide among {} "
                               "stages",
-                              chunks, units.size(), options.ranks.pipeline),
-                  fmt::format("Set it to {} at most", units.size() / options.ranks.pipeline));
+                              chunks, parts, options.ranks.pipeline),
+                  fmt::format("Set it to {} at most", parts / options.ranks.pipeline));
   }
-  SI_ASSIGN_OR_RETURN(divided.begin, plan::divide_units(costs, options.ranks.pipeline * chunks,
-                                                        options.ranks.split));
+  auto begins = plan::divide_units(costs, options.ranks.pipeline * chunks, options.ranks.split,
+                                   divided.folds);
+  if (!begins.ok() && divided.folds && options.ranks.tied == TiedHeads::kAuto) {
+    divided.folds = false;  // the last stage has nothing but the head
+    begins = plan::divide_units(costs, options.ranks.pipeline * chunks, options.ranks.split);
+  }
+  SI_ASSIGN_OR_RETURN(divided.begin, std::move(begins));
   return divided;
 }
 
@@ -598,6 +627,46 @@ Result<plan::TrainingPlan> plan_chunks(const Job& job, const Options& options,
                 "Set ranks.chunks, allow more memory, or start more ranks");
 }
 
+/// Divides the layers as equally as all ranks have memory for what stays in it; false: it is not
+/// enough for any division.
+Result<bool> divide_by_memory(const Job& job, const Options& options,
+                              const model::Architecture& model, const plan::ParameterSpace& space,
+                              const MemoryLimits& limits, plan::Pipeline& pipeline) {
+  const std::vector<plan::Unit> units = model::make_units(model);
+  plan::Stages& stages = pipeline.stages;
+  const auto count = static_cast<uint32_t>(units.size()) - (stages.folds ? 1 : 0);
+  const auto fits = [&](uint32_t first, uint32_t end) {
+    plan::Pipeline tried = pipeline;
+    tried.ahead = options.ranks.chunks == 1 ? 0 : plan::kPipelineAheadMax;  // chunks may do better
+    for (uint32_t stage = 0; stage <= pipeline.stage(); ++stage) tried.stages.begin[stage] = first;
+    tried.stages.begin[pipeline.stage() + 1] = end;
+    return plan_run(model, options, job.updater, space, limits, job.ranks.world(), tried).ok();
+  };
+  std::vector<uint32_t> mine;  // units from each one on
+  for (uint32_t first = 0; first < count; ++first) {
+    uint32_t least = 0, most = count - first;  // more units need more
+    while (least < most) {
+      const uint32_t middle = most - (most - least) / 2;
+      const bool has = fits(first, first + middle);
+      (has ? least : most) = has ? middle : middle - 1;
+    }
+    mine.push_back(least);
+  }
+  SI_ASSIGN_OR_RETURN(const std::vector<uint32_t> all, job.ranks.all<uint32_t>(mine));
+  std::vector<uint32_t> begins = plan::divide_units_by_memory(
+      stage_costs(units, model, options), stages.count(), stages.folds,
+      [&](uint32_t stage, uint32_t first) {
+        uint32_t least = count;
+        for (uint32_t replica = 0; replica < stages.replicas; ++replica) {
+          least = std::min(least, all[(stage * stages.replicas + replica) * count + first]);
+        }
+        return least;
+      });
+  if (begins.empty()) return false;
+  stages.begin = std::move(begins);
+  return true;
+}
+
 /// What stays in memory of a stage, on every rank for itself: as many micro batches under way as
 /// all have memory for, before anything is computed again for it.
 Result<plan::TrainingPlan> plan_stage(const Job& job, const Options& options,
@@ -606,17 +675,28 @@ Result<plan::TrainingPlan> plan_stage(const Job& job, const Options& options,
                                       plan::Pipeline& pipeline) {
   using enum plan::AheadCost;
   std::vector<Result<plan::TrainingPlan>> plans;
-  std::vector<plan::AheadCost> mine;
-  for (uint32_t ahead = 0; ahead <= plan::kPipelineAheadMax; ++ahead) {
-    pipeline.ahead = ahead;
-    plans.push_back(
-        plan_run(model, options, job.updater, space, limits, job.ranks.world(), pipeline));
-    mine.push_back(!plans.back().ok() ? kDoesNotFit
-                                      : (plans.back()->recompute ? kRecomputes : kKeeps));
+  bool resident = false;
+  const auto plan_all = [&]() -> Status {
+    plans.clear();
+    std::vector<plan::AheadCost> mine;
+    for (uint32_t ahead = 0; ahead <= plan::kPipelineAheadMax; ++ahead) {
+      pipeline.ahead = ahead;
+      plans.push_back(
+          plan_run(model, options, job.updater, space, limits, job.ranks.world(), pipeline));
+      mine.push_back(!plans.back().ok() ? kDoesNotFit
+                                        : (plans.back()->recompute ? kRecomputes : kKeeps));
+    }
+    SI_ASSIGN_OR_RETURN(const auto all, job.ranks.all<plan::AheadCost>(mine));
+    pipeline.ahead = plan::most_ahead(all);
+    resident = std::ranges::none_of(all, [](auto cost) { return cost == kDoesNotFit; });
+    return Status();
+  };
+  SI_RETURN_IF_ERROR(plan_all());
+  if (!resident && options.ranks.split.empty() && options.ranks.chunks < 2) {
+    SI_ASSIGN_OR_RETURN(const bool divided,
+                        divide_by_memory(job, options, model, space, limits, pipeline));
+    if (divided) SI_RETURN_IF_ERROR(plan_all());
   }
-  SI_ASSIGN_OR_RETURN(const auto all, job.ranks.all<plan::AheadCost>(mine));
-  pipeline.ahead = plan::most_ahead(all);
-  const bool resident = std::ranges::none_of(all, [](auto cost) { return cost == kDoesNotFit; });
   const bool may_loop = options.ranks.chunks != 1 && options.ranks.split.empty() &&
                         !options.ranks.compression.on() &&
                         options.memory.activations != plan::Activations::kKeep;
@@ -633,7 +713,7 @@ Result<std::vector<std::string>> describe_stages(const plan::Pipeline& pipeline,
                                                  const Options& options, const Ranks& ranks) {
   const std::vector<plan::Unit> units = model::make_units(model);
   std::string what = pipeline.begin(0) == 0 ? "the embedding" : "";
-  for (uint32_t chunk = 0; chunk < pipeline.stages.chunks; ++chunk) {
+  for (uint32_t chunk = 0; chunk < pipeline.chunks(); ++chunk) {
     uint32_t first = 0;
     uint32_t layers = 0;
     for (uint32_t unit = pipeline.begin(chunk); unit < pipeline.end(chunk); ++unit) {
@@ -643,13 +723,13 @@ Result<std::vector<std::string>> describe_stages(const plan::Pipeline& pipeline,
     if (layers == 0) continue;
     what += fmt::format("{}layers {} to {}", what.empty() ? "" : ", ", first, first + layers - 1);
   }
-  if (pipeline.last()) what += what.empty() ? "the head" : ", the head";
+  if (pipeline.has_head()) what += what.empty() ? "the head" : ", the head";
   const uint64_t batches = base::divide_up(options.train.accumulation, pipeline.stages.replicas);
   const uint32_t chunks = pipeline.stages.chunks;
   const uint64_t in_flight =
       chunks > 1 ? batches
                  : plan::pipeline_in_flight(pipeline.stages.count(), pipeline.stage(), batches,
-                                            pipeline.ahead);
+                                            pipeline.ahead, pipeline.stages.folds);
   std::string mine = fmt::format(
       "stage {}, rank {}: {}; {}{} micro batch{} under way{}", pipeline.stage(), ranks.rank(), what,
       chunks > 1 ? fmt::format("{} chunks by turns; ", chunks) : "", in_flight,
@@ -724,6 +804,11 @@ Result<Prepared> prepare(const Job& job) {
   plan::TrainingPlan plan;
   plan::Pipeline pipeline{{{0, 0}, job.ranks.world()}, job.ranks.rank(), 0};
   std::vector<std::string> stage_lines;
+  if (options.ranks.tied == TiedHeads::kFold && !model.tied_head) {
+    return Status(ErrorCode::kInvalidArgument,
+                  "ranks.tied is \"fold\", but the head has a matrix of its own",
+                  "Leave it out: the last stage computes such a head");
+  }
   if (options.ranks.pipeline > 1) {
     SI_ASSIGN_OR_RETURN(pipeline.stages, divide(model, options, job.ranks.world(), /*chunks=*/1));
     MemoryLimits limits =

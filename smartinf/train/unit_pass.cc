@@ -206,7 +206,7 @@ std::vector<double> UnitPass::train_stage() {
   link.begin_step(count);
   link.expect(Way::kForward, sizes, from_before, stage_->at_once);
   link.expect(Way::kBackward, sizes, from_behind, stage_->at_once);
-  if (stage_->looped()) stream_.start(order());
+  if (stage_->looped) stream_.start(order());
   std::vector<double> losses;
   stage_phases_.clear();
   size_t next_to_emit = all;
@@ -219,12 +219,15 @@ std::vector<double> UnitPass::train_stage() {
     if (!forward && !last) gradients_BTC_[i] = link.receive(Way::kBackward);
     const uint64_t begin_ns = base::now_ns();
     forward ? forward_stage(chunk, i) : backward_stage(chunk, i, losses);
-    stage_phases_.push_back({forward ? "forward" : "backward", begin_ns, base::now_ns()});
+    if (chunk.begin != model_.head() || !forward) {
+      const char* const what = chunk.begin == model_.head() ? "head" : "backward";
+      stage_phases_.push_back({forward ? "forward" : what, begin_ns, base::now_ns()});
+    }
     if (forward && !last) link.send(Way::kForward, inputs_.take(chunk.end, i));
     if (forward) continue;
     const Tensor gradient_BTC = std::exchange(gradients_BTC_[i], Tensor());
     if (!first) link.send(Way::kBackward, gradient_BTC);
-    if (stage_->looped() && i + 1 == count) emit_stage(next_to_emit, chunk.begin);
+    if (stage_->looped && i + 1 == count) emit_stage(next_to_emit, chunk.begin);
   }
   link.finish();
   emit_stage(next_to_emit, 0);
@@ -244,7 +247,7 @@ void UnitPass::backward_stage(const Stage::Chunk& chunk, size_t batch,
   if (chunk.end == model_.units().size()) {
     if (!held_head_) held_head_.emplace(get_head());
     losses.push_back(head_of(*held_head_, batch));
-    if (!stage_->looped() || batch + 1 == batches_.size()) {
+    if (!stage_->looped || batch + 1 == batches_.size()) {
       held_head_.reset();
       release_head();
     }
@@ -258,12 +261,12 @@ void UnitPass::backward_stage(const Stage::Chunk& chunk, size_t batch,
 
 const UnitWeights& UnitPass::hold(size_t unit, size_t batch) {
   held_.resize(model_.units().size());
-  if (!stage_->looped() || batch == 0) held_[unit] = &stream_.get(unit);
+  if (!stage_->looped || batch == 0) held_[unit] = &stream_.get(unit);
   return *held_[unit];
 }
 
 void UnitPass::let_go(size_t unit, size_t batch) {
-  if (!stage_->looped() || batch + 1 == batches_.size()) stream_.release(unit);
+  if (!stage_->looped || batch + 1 == batches_.size()) stream_.release(unit);
 }
 
 /// Units from the one before `next` down to `begin`: all ranks give all parameters, in one order.
@@ -538,7 +541,7 @@ std::vector<Tensor> UnitPass::next_logits(std::span<const Continued> sequences,
   }
   for (size_t i = 0; i < inputs.size(); ++i) {
     if (stage_) {
-      logits_V[i] = stage_->link->from_last(logits_V[i], model_.architecture().vocabulary);
+      logits_V[i] = stage_->link->from_head(logits_V[i], model_.architecture().vocabulary);
     }
     sequences[i].cache->advance(all_1TC[i].size(1));
   }

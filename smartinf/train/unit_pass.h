@@ -48,12 +48,11 @@ class UnitPass {
       size_t begin = 0;  // units [begin, end)
       size_t end = 0;
     };
-    std::vector<Chunk> chunks;                  // one, or several whose weights may be streamed
+    std::vector<Chunk> chunks;                  // one, several by turns, or a folded head behind
     std::vector<plan::PipelineAction> actions;  // of a step
-    uint64_t at_once = 1;                       // messages that are awaited
+    bool looped = false;   // each chunk does all micro batches; its weights may be streamed
+    uint64_t at_once = 1;  // messages that are awaited
     std::unique_ptr<StageLink> link;
-
-    bool looped() const { return chunks.size() > 1; }
   };
 
   /// recompute: a unit keeps its input alone, and backward computes it again. Nothing in a unit is
@@ -105,12 +104,12 @@ class UnitPass {
   /// losses, summed over batches by plan/micro_batches.h's tree: the same bits in one pass over
   /// several batches and in several passes over one each.
   /// A stage is given all micro batches of `mine` at once, and gives out gradients when it has sent
-  /// its last message, or the last one of a chunk; only the last stage has losses.
+  /// its last message, or the last one of a chunk; only the head's stage has losses.
   std::vector<double> train(std::span<const Batch> batches, const Options& options);
   /// The units in the order in which train() uses them.
   std::vector<uint32_t> order() const;
   /// The mean loss over the batch's targets, without gradients; 0 where it has none, and on stages
-  /// before the last.
+  /// without the head.
   double loss(const Batch& batch);
   /// A sequence that is continued.
   struct Continued {

@@ -55,7 +55,7 @@ constexpr std::string_view kWholeRun = "whole";  // the run of the student as a 
 constexpr uint64_t kPruneBatches = 8;  // micro batches that channels and heads are chosen by
 constexpr uint64_t kShardBytesMax = 5'000'000'000;
 constexpr uint64_t kReadAtOnce = uint64_t{1} << 22;  // elements
-constexpr uint64_t kRelayed = 16;                      // parts that several ranks relay
+constexpr uint64_t kRelayed = 16;                    // parts that several ranks relay
 constexpr uint64_t kMessagesMax = 256;  // activations that are sent and not received yet
 
 Status cannot_distill(ErrorCode code, std::string what, std::string advice) {
@@ -405,7 +405,7 @@ Status Distillation::divide() {
                           ? 0
                           : 3.0 * source_.architecture.vocabulary * source_.architecture.width;
   const std::vector<uint32_t> begins =
-      plan::split_units(student_->layers(), ranks.world(), [&](uint32_t first, uint32_t end) {
+      plan::split_units(student_->layers(), ranks.world(), [&](auto, uint32_t first, uint32_t end) {
         return block * (end - first) + (end == student_->layers() ? head : 0);
       });
   begin_ = begins[ranks.rank()];

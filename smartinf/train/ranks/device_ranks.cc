@@ -15,8 +15,6 @@ using base::Result;
 using base::Status;
 using engine::DeviceOptions;
 
-namespace {
-
 bool names_rank(const std::string& text) { return text.find(kRankInPath) != std::string::npos; }
 
 std::string with_rank(std::string text, uint32_t rank) {
@@ -25,8 +23,6 @@ std::string with_rank(std::string text, uint32_t rank) {
   }
   return text;
 }
-
-}  // namespace
 
 Result<std::vector<DeviceOptions>> expand_rank_paths(std::vector<DeviceOptions> devices,
                                                      uint32_t world) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
 #include <string_view>
 #include <vector>
 
@@ -12,6 +13,8 @@ namespace smartinf::train {
 
 /// In a device's path: the number of the rank that drives it.
 inline constexpr std::string_view kRankInPath = "{rank}";
+bool names_rank(const std::string& text);
+std::string with_rank(std::string text, uint32_t rank);
 
 /// A path with kRankInPath stands for a device of every rank, rank after rank; one process is rank
 /// 0. Pure. Errors: kInvalidArgument for lists where only some paths have it, or a rank was named.

@@ -53,20 +53,21 @@ class MappedFiles:
 
 class FreedMemory:
     """glibc's malloc keeps much of what tensors have freed: what it allocates with an alignment does not fit into a
-    hole of the same size. It is given back to the system whenever the process has grown by `limit` bytes since."""
+    hole of the same size. It is given back to the system whenever the process has grown by `limit` bytes since, or by
+    `least`, below which it is not worth its time."""
 
     _EVERY = 16 << 20  # bytes that were freed
-    _LEAST = 256 << 20  # of growth, below which it is not worth its time
 
-    def __init__(self, limit=0):
-        self._limit = max(limit, self._LEAST)
+    def __init__(self, limit=0, least=256 << 20):
+        self._limit = max(limit, least)
+        self._every = min(self._EVERY, self._limit)
         self._freed = 0
         self._low = _resident_bytes()
         self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
 
     def freed(self, size):
         self._freed += size
-        if self._trim is None or self._freed < self._EVERY:
+        if self._trim is None or self._freed < self._every:
             return
         self._freed = 0
         resident = _resident_bytes()

@@ -10,6 +10,7 @@ import torch
 from smartinf import nn, open_optimizers, table_files
 from smartinf.errors import UsageError
 from smartinf.layout import TYPE_NAMES
+from smartinf.process_memory import FreedMemory
 from smartinf.sizes import parse_bytes
 from smartinf.storage_options import Devices, Size, device_list
 
@@ -169,6 +170,7 @@ class Tables:
     def __init__(self):
         self.tables, self.pending = [], []
         self.devices, self.memory_bytes, self.log_bytes = [], 0, 0
+        self.freed = None  # memory of gradients
         self.session = self.optimizer = None  # of the optimizer, and a weak reference to it
 
     def reject_open(self):
@@ -201,6 +203,7 @@ class Tables:
     def attach(self, session):
         """The devices have all rows."""
         self.session = session
+        self.freed = FreedMemory(least=self.memory_bytes // 32)
         for table in self.tables:
             table.held = None
 
@@ -210,7 +213,9 @@ class Tables:
             if world > 1:
                 gradient = gradient.to(torch.float32) / world
             core.add_row_gradient(table.index, ids.data_ptr(), len(ids), TYPE_NAMES[gradient.dtype], gradient.data_ptr())
+        freed = sum(gradient.nbytes for _, _, gradient in self.pending)
         self.pending.clear()
+        self.freed.freed(4 * freed)  # with what backward has made on the way
 
     def rates(self, lr):
         return [lr * table.lr_scale for table in self.tables]

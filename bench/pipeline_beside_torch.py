@@ -60,6 +60,12 @@ class Links:
         """What stands before a command that runs there."""
         return ["ip", "netns", "exec", self.names[rank]]
 
+    def sent_bytes(self, rank):
+        """That went out of its namespace to all others, headers included."""
+        files = [f"/sys/class/net/to{other}/statistics/tx_bytes" for other in range(len(self.names)) if other != rank]
+        out = subprocess.run([*self.on(rank), "cat", *files], check=True, capture_output=True, text=True).stdout
+        return sum(map(int, out.split()))
+
     def measured_rate(self, bytes_each=4 << 20):
         """Bytes per second of a plain socket between the first two."""
         code = ("import socket,sys,time\n"

@@ -257,6 +257,33 @@ class TrainRanks(StreamCase):
             self.assertIn("rank 0: the embedding, layers 0 to 0;", ranks.out(0))
         self.check_same_as("two", "one")
 
+    def test_a_state_goes_to_the_devices_of_its_stages(self):
+        """That of one process with two devices, which each have a part of every stage."""
+        recipe = self.recipe(steps=4)
+        flags = ["--train.accumulation", "4", "--train.micro_batch", "1", "--model.layers", "3", "--model.width", "256",
+                 "--train.warmup_steps", "1", "--train.lr_floor", "1", "--engine.subgroup_elements", "65536"]
+        self.train_with(1, recipe, "one", *flags, *self.even_devices("one", 2))
+        self.train_with(1, recipe, "moved", *flags, *self.even_devices("moved", 2), "--train.steps", "2")
+        stages = [*flags, "--ranks.pipeline", "2", "--ranks.tied", "fold"]
+        devices = [word for i in range(2) for word in (f"--device.{i}.path", str(self.folder / f"own{i}"),
+                                                       f"--device.{i}.bandwidth", "1")]
+        with self.ranks(2, recipe, "moved", *stages, *self.even_devices("moved", 2), "--train.steps", "2") as started:
+            self.assertEqual(started.wait(100), [0, 0])
+            crossing, = map(int, re.findall(r"weights of (\d+) parameters go .*; smartinf reshard --stages", started.out(0)))
+        reshard = [SMARTINF, "reshard", "--from", str(self.folder / "moved"), "--to", *devices[1::4], "--stages"]
+        for wrong, text in (("3", "not as many for each of 3 stages"), ("2", "each of the 2 stages")):
+            told = subprocess.run([*reshard, wrong, "--split", "9, 1"], capture_output=True, text=True, timeout=100)
+            self.assertNotEqual(told.returncode, 0)
+            self.assertIn(text, told.stderr)
+        told = subprocess.run([*reshard, "2"], capture_output=True, text=True, check=True, timeout=100).stdout
+        take_over = re.search(r"--take-over (\w+)", told)[1]
+        with self.ranks(2, recipe, "moved", *stages, *devices, "--take-over", take_over) as started:
+            self.assertEqual(started.wait(100), [0, 0], started.err(0) + started.err(1))
+            left = [int(found) for found in re.findall(r"weights of (\d+) parameters go", started.out(0))]
+            self.assertNotIn("smartinf reshard --stages", started.out(0))
+        self.assertLess(sum(left), crossing / 4, "subgroups in which two stages meet are left")
+        self.check_same_as("moved", "one")
+
     def test_layers_go_to_the_stage_that_has_memory_for_them(self):
         """The embedding is no computing, and half of the first stage's memory."""
         recipe = self.recipe(steps=2)

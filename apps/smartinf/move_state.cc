@@ -10,6 +10,10 @@
 #include "smartinf/base/units.h"
 #include "smartinf/engine/local_source.h"
 #include "smartinf/engine/reshard.h"
+#include "smartinf/plan/stages.h"
+#include "smartinf/train/corpus.h"
+#include "smartinf/train/model_source.h"
+#include "smartinf/train/ranks/rank_start.h"
 
 #include "apps/smartinf/commands.h"
 #include "apps/smartinf/interrupt.h"
@@ -55,6 +59,56 @@ Status check_whole(const engine::DeviceSources& from, uint64_t memory_bytes, Pro
   return Status();
 }
 
+/// Elements of each stage, with the targets that are to have them as ranks.
+Result<std::vector<plan::RankSpan>> spans_of(const MoveFlags& flags) {
+  if (flags.stages == 0) return std::vector<plan::RankSpan>();
+  const auto refuse = [](std::string what, std::string advice) {
+    return Status(ErrorCode::kInvalidArgument, std::move(what), std::move(advice));
+  };
+  if (flags.from.size() != 1 || !is_run_folder(flags.from.front())) {
+    return refuse("--stages is given, and --from names devices",
+                  "Name the run's folder, whose recipe says which model it is.");
+  }
+  if (flags.to.size() % flags.stages != 0) {
+    return refuse(fmt::format("--to names {} devices, which are not as many for each of {} stages",
+                              flags.to.size(), flags.stages),
+                  "Name a multiple of --stages.");
+  }
+  SI_ASSIGN_OR_RETURN(config::LoadedRecipe loaded, load_run(flags.from.front()));
+  train::Options& options = loaded.recipe.options;
+  if (options.lora.on()) {
+    return refuse("--stages is given, but the run's state is of adapters",
+                  "Leave it out: that state is small.");
+  }
+  if (!flags.split.empty() || options.ranks.pipeline != flags.stages) {
+    options.ranks.split = flags.split;
+  }
+  options.ranks.pipeline = flags.stages;
+  options.model = train::with_defaults(options.model);
+  SI_ASSIGN_OR_RETURN(train::ModelSource source, train::find_model(options));
+  if (source.architecture.vocabulary == 0) {
+    source.architecture.vocabulary = train::kByteVocabulary;
+  }
+  SI_ASSIGN_OR_RETURN(
+      const plan::Stages stages,
+      train::divide_stages(source.architecture, options, static_cast<uint32_t>(flags.to.size()),
+                           /*chunks=*/1));
+  return plan::rank_spans(stages, model::make_units(source.architecture));
+}
+
+/// Devices that have their number as rank.
+engine::DeviceSources targets_of(const MoveFlags& flags, const serve::RemoteOptions& remote) {
+  engine::UpdaterOptions options;
+  options.pin_threads = false;
+  options.remote = remote;
+  for (const std::string& path : flags.to) {
+    engine::DeviceOptions& device = options.devices.emplace_back();
+    device.path = path;
+    device.rank = static_cast<uint32_t>(options.devices.size() - 1);
+  }
+  return engine::local_sources(options);
+}
+
 Result<engine::ReshardSummary> move(const MoveFlags& flags, const engine::DeviceSources& from,
                                     const engine::DeviceSources& to, uint64_t memory_bytes,
                                     base::StateFormat& format, Progress& progress) {
@@ -76,6 +130,12 @@ Result<engine::ReshardSummary> move(const MoveFlags& flags, const engine::Device
   if (flags.durability == "none") options.durability = storage::Durability::kNone;
   options.progress = [&](uint64_t done, uint64_t total) { return progress(done, total); };
   options.replace = flags.replace;
+  SI_ASSIGN_OR_RETURN(options.stages, spans_of(flags));
+  if (!options.stages.empty() && options.stages.back().end() != run.description.space.count()) {
+    return Status(ErrorCode::kMismatch,
+                  "the run's recipe describes another model than its state is of",
+                  "Leave out --stages.");
+  }
   auto moved = engine::reshard(run, to, options);
   if (moved.ok() || !flags.replace || wipes) return moved;
   return std::move(moved).status().with_context("nothing was replaced");
@@ -105,8 +165,7 @@ int move_state(const MoveFlags& flags) {
   const Result<std::vector<std::string>> from = devices_of(flags.from, &remote);
   if (!from.ok()) return report(from.status());
   const engine::DeviceSources sources = engine::sources_at(*from, storage::RingKind::kAuto, remote);
-  const engine::DeviceSources targets =
-      engine::sources_at(flags.to, storage::RingKind::kAuto, remote);
+  const engine::DeviceSources targets = targets_of(flags, remote);
   if (const Status apart = check_apart(sources, targets); !apart.ok()) {
     return report(apart, kExitUsage);
   }

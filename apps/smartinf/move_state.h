@@ -20,6 +20,8 @@ struct MoveFlags {
   uint64_t subgroup_elements = 0;  // 0: as they are
   std::string durability = "step";
   std::string memory_budget = "256MiB";
+  uint32_t stages = 0;   // of a pipeline, each with devices of its own; 0: any have all
+  std::string split;     // layers of each, as ranks.split
   bool replace = false;  // states on the targets are deleted, once `from` was found whole
   bool json = false;
   serve::RemoteOptions remote;

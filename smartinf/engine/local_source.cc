@@ -57,6 +57,7 @@ class LocalSource final : public DeviceSource {
         read_only_(read_only) {}
 
   const std::string& name() const override { return device_.name; }
+  uint32_t rank() const override { return device_.rank == kAnyRank ? 0 : device_.rank; }
 
   std::string place() const override {
     std::error_code error;

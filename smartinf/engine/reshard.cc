@@ -152,8 +152,9 @@ class Resharder {
     size.durability = options_.durability;
     size.gradient_spill_bytes = from_.layout().gradient_spill_bytes;
     size.subgroup_elements = subgroup_elements;
-    SI_ASSIGN_OR_RETURN(Placement placement, place_state(size, subgroups_, targets_,
-                                                         options_.bandwidths, present_owners()));
+    SI_ASSIGN_OR_RETURN(Placement placement,
+                        place_state(size, subgroups_, targets_, options_.bandwidths,
+                                    present_owners(), options_.stages));
     owner_ = std::move(placement.owner);
     for (uint32_t device = 0; device < targets_.size(); ++device) {
       if (std::any_of(owner_.begin(), owner_.end(),

@@ -12,6 +12,7 @@
 #include "smartinf/base/state_format.h"
 #include "smartinf/base/status.h"
 #include "smartinf/engine/stored_run.h"
+#include "smartinf/plan/rank_span.h"
 #include "smartinf/storage/store.h"
 
 namespace smartinf::engine {
@@ -29,6 +30,9 @@ struct ReshardOptions {
   storage::Durability durability = storage::Durability::kStep;
   uint64_t seed = 0;               // of rounding, when the format changes
   std::vector<double> bandwidths;  // of the targets, relative; empty: equal
+  /// Elements by the targets that are to have them, as far as there is room; ranks are those of the
+  /// targets' devices. Empty: any.
+  std::vector<plan::RankSpan> stages;
   /// A new run, so that old and new devices are never mixed. Only a copy that stands in for the
   /// original keeps its name.
   bool keep_run = false;

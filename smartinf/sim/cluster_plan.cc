@@ -747,7 +747,10 @@ Result<ClusterPlan> plan_cluster(const ModelShape& model, const Cluster& cluster
   return ClusterPlanner(model, cluster, request).make();
 }
 
-std::string split_text(const ClusterPlan& plan, const ClusterOption& option) {
+namespace {
+
+std::string layers_text(const ClusterPlan& plan, const ClusterOption& option,
+                        std::string_view between) {
   const std::vector<plan::Unit> units = plan.model.units();
   std::string text;
   for (uint32_t stage = 0; stage < option.pipeline; ++stage) {
@@ -755,9 +758,15 @@ std::string split_text(const ClusterPlan& plan, const ClusterOption& option) {
     for (uint32_t unit = option.begins[stage]; unit < option.begins[stage + 1]; ++unit) {
       layers += units[unit].layers;
     }
-    text += fmt::format("{}{}", stage > 0 ? ", " : "", layers);
+    text += fmt::format("{}{}", stage > 0 ? between : "", layers);
   }
   return text;
+}
+
+}  // namespace
+
+std::string split_text(const ClusterPlan& plan, const ClusterOption& option) {
+  return layers_text(plan, option, ", ");
 }
 
 std::string option_text(const ClusterPlan& plan, const ClusterOption& option) {
@@ -766,7 +775,7 @@ std::string option_text(const ClusterPlan& plan, const ClusterOption& option) {
     text = option.replicas == 1 ? "one rank"
                                 : fmt::format("{} ranks, each the whole model", option.replicas);
   } else {
-    text = fmt::format("{} stages of {} layers", option.pipeline, split_text(plan, option));
+    text = fmt::format("{} stages of {} layers", option.pipeline, layers_text(plan, option, " + "));
     if (option.folds) text += ", the head on the first";
     if (option.replicas > 1) text += fmt::format(", {} replicas", option.replicas);
   }

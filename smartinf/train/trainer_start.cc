@@ -537,53 +537,6 @@ Status check_early(const Job& job) {
                 "Set it to \"auto\" or \"late\"");
 }
 
-/// Whether the first stage computes a tied head. Stages in chunks wait for it: only if asked for.
-bool folds(const model::Architecture& model, const Options& options, const plan::Stages& stages) {
-  if (!model.tied_head || options.ranks.tied != TiedHeads::kAuto) {
-    return options.ranks.tied == TiedHeads::kFold;
-  }
-  // Beside adapters a copy is not trained: nothing is sent for it.
-  if (options.lora.on() || stages.chunks > 1) return false;
-  const TrainOptions& train = options.train;
-  return plan::head_folds(
-      {model.vocabulary, model.width,
-       uint64_t{train.accumulation} * train.micro_batch * options.data.sequence,
-       static_cast<uint32_t>(base::data_type_bytes(precision_data_type(train.precision))),
-       stages.replicas});
-}
-
-plan::StageCosts stage_costs(std::span<const plan::Unit> units, const model::Architecture& model,
-                             const Options& options) {
-  return {units, model.width, uint64_t{model.vocabulary} * model.width, options.data.sequence};
-}
-
-/// Of so many chunks each.
-Result<plan::Stages> divide(const model::Architecture& model, const Options& options,
-                            uint32_t world, uint32_t chunks) {
-  const std::vector<plan::Unit> units = model::make_units(model);
-  const plan::StageCosts costs = stage_costs(units, model, options);
-  plan::Stages divided;
-  divided.replicas = world / options.ranks.pipeline;
-  divided.chunks = chunks;
-  divided.folds = folds(model, options, divided);
-  const size_t parts = units.size() - (divided.folds ? 1 : 0);
-  if (chunks > 1 && parts < uint64_t{options.ranks.pipeline} * chunks) {
-    return Status(ErrorCode::kInvalidArgument,
-                  fmt::format("ranks.chunks is {}, but the model has {} parts to divide among {} "
-                              "stages",
-                              chunks, parts, options.ranks.pipeline),
-                  fmt::format("Set it to {} at most", parts / options.ranks.pipeline));
-  }
-  auto begins = plan::divide_units(costs, options.ranks.pipeline * chunks, options.ranks.split,
-                                   divided.folds);
-  if (!begins.ok() && divided.folds && options.ranks.tied == TiedHeads::kAuto) {
-    divided.folds = false;  // the last stage has nothing but the head
-    begins = plan::divide_units(costs, options.ranks.pipeline * chunks, options.ranks.split);
-  }
-  SI_ASSIGN_OR_RETURN(divided.begin, std::move(begins));
-  return divided;
-}
-
 /// Stages whose weights come from the devices: of the fewest chunks that all ranks have memory for,
 /// or of ranks.chunks.
 Result<plan::TrainingPlan> plan_chunks(const Job& job, const Options& options,
@@ -601,7 +554,7 @@ Result<plan::TrainingPlan> plan_chunks(const Job& job, const Options& options,
   };
   std::vector<Outcome> mine;
   for (uint32_t chunks = given > 1 ? given : 2; chunks <= most; ++chunks) {
-    SI_ASSIGN_OR_RETURN(pipeline.stages, divide(model, options, job.ranks.world(), chunks));
+    SI_ASSIGN_OR_RETURN(pipeline.stages, divide_stages(model, options, job.ranks.world(), chunks));
     stages.push_back(pipeline.stages);
     plans.push_back(
         plan_run(model, options, job.updater, space, limits, job.ranks.world(), pipeline));
@@ -804,13 +757,9 @@ Result<Prepared> prepare(const Job& job) {
   plan::TrainingPlan plan;
   plan::Pipeline pipeline{{{0, 0}, job.ranks.world()}, job.ranks.rank(), 0};
   std::vector<std::string> stage_lines;
-  if (options.ranks.tied == TiedHeads::kFold && !model.tied_head) {
-    return Status(ErrorCode::kInvalidArgument,
-                  "ranks.tied is \"fold\", but the head has a matrix of its own",
-                  "Leave it out: the last stage computes such a head");
-  }
   if (options.ranks.pipeline > 1) {
-    SI_ASSIGN_OR_RETURN(pipeline.stages, divide(model, options, job.ranks.world(), /*chunks=*/1));
+    SI_ASSIGN_OR_RETURN(pipeline.stages,
+                        divide_stages(model, options, job.ranks.world(), /*chunks=*/1));
     MemoryLimits limits =
         memory_limits(options.memory, memory_of(accelerator), job.ranks.local_world());
     SI_ASSIGN_OR_RETURN(const MemoryLimits least, least_of_ranks(limits, job.ranks));

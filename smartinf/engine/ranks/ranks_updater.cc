@@ -467,15 +467,19 @@ std::vector<std::string> RanksUpdater::describe_devices() const {
     lines[d] = fmt::format("rank {}: {}", devices[d]->info().rank, lines[d]);
   }
   uint64_t crossing = 0;
+  bool away = false;  // a subgroup is where no rank computes with it
   for (size_t i = 0; !options_.stages.empty() && i < users_.size(); ++i) {
     const auto at_home = static_cast<uint64_t>(std::ranges::count(users_[i], rank_of_[i]));
+    away = away || at_home == 0;
     crossing += here_->devices().subgroups[i].count * (users_[i].size() - at_home);
   }
   if (crossing > 0) {
     lines.push_back(fmt::format(
         "weights of {} parameters go from the rank that has their state to another one in each "
-        "step, and gradients back",
-        crossing));
+        "step, and gradients back{}",
+        crossing,
+        away ? "; smartinf reshard --stages puts the state of a stage on its own ranks' devices"
+             : ""));
   }
   return lines;
 }

@@ -8,6 +8,7 @@
 
 #include <fmt/format.h>
 
+#include "smartinf/base/float_formats.h"
 #include "smartinf/engine/local_source.h"
 #include "smartinf/engine/ranks/shared_sources.h"
 
@@ -112,6 +113,61 @@ Status check_same_files(std::string_view key, uint64_t digest, const Ranks& rank
                   "Use the same files on all machines, or a folder that all of them see");
   }
   return Status();
+}
+
+namespace {
+
+/// Whether the first stage computes a tied head. Stages in chunks wait for it: only if asked for.
+bool folds(const model::Architecture& model, const Options& options, const plan::Stages& stages) {
+  if (!model.tied_head || options.ranks.tied != TiedHeads::kAuto) {
+    return options.ranks.tied == TiedHeads::kFold;
+  }
+  // Beside adapters a copy is not trained: nothing is sent for it.
+  if (options.lora.on() || stages.chunks > 1) return false;
+  const TrainOptions& train = options.train;
+  return plan::head_folds(
+      {model.vocabulary, model.width,
+       uint64_t{train.accumulation} * train.micro_batch * options.data.sequence,
+       static_cast<uint32_t>(base::data_type_bytes(precision_data_type(train.precision))),
+       stages.replicas});
+}
+
+}  // namespace
+
+plan::StageCosts stage_costs(std::span<const plan::Unit> units, const model::Architecture& model,
+                             const Options& options) {
+  return {units, model.width, uint64_t{model.vocabulary} * model.width, options.data.sequence};
+}
+
+Result<plan::Stages> divide_stages(const model::Architecture& model, const Options& options,
+                                   uint32_t world, uint32_t chunks) {
+  if (options.ranks.tied == TiedHeads::kFold && !model.tied_head) {
+    return Status(ErrorCode::kInvalidArgument,
+                  "ranks.tied is \"fold\", but the head has a matrix of its own",
+                  "Leave it out: the last stage computes such a head");
+  }
+  const std::vector<plan::Unit> units = model::make_units(model);
+  const plan::StageCosts costs = stage_costs(units, model, options);
+  plan::Stages divided;
+  divided.replicas = world / options.ranks.pipeline;
+  divided.chunks = chunks;
+  divided.folds = folds(model, options, divided);
+  const size_t parts = units.size() - (divided.folds ? 1 : 0);
+  if (chunks > 1 && parts < uint64_t{options.ranks.pipeline} * chunks) {
+    return Status(ErrorCode::kInvalidArgument,
+                  fmt::format("ranks.chunks is {}, but the model has {} parts to divide among {} "
+                              "stages",
+                              chunks, parts, options.ranks.pipeline),
+                  fmt::format("Set it to {} at most", parts / options.ranks.pipeline));
+  }
+  auto begins = plan::divide_units(costs, options.ranks.pipeline * chunks, options.ranks.split,
+                                   divided.folds);
+  if (!begins.ok() && divided.folds && options.ranks.tied == TiedHeads::kAuto) {
+    divided.folds = false;  // the last stage has nothing but the head
+    begins = plan::divide_units(costs, options.ranks.pipeline * chunks, options.ranks.split);
+  }
+  SI_ASSIGN_OR_RETURN(divided.begin, std::move(begins));
+  return divided;
 }
 
 }  // namespace smartinf::train

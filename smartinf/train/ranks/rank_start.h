@@ -2,11 +2,14 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
 #include <string_view>
 
 #include "smartinf/base/status.h"
 #include "smartinf/engine/device_source.h"
 #include "smartinf/engine/options.h"
+#include "smartinf/model/architecture.h"
+#include "smartinf/plan/stage_plan.h"
 #include "smartinf/train/memory_plan.h"
 #include "smartinf/train/options.h"
 #include "smartinf/train/ranks/ranks.h"
@@ -19,6 +22,14 @@ base::Status check_ranks(const Options& options, const Ranks& ranks);
 
 /// This machine's cores, shared out among the devices of its ranks where the user has not said how.
 void share_cores(engine::UpdaterOptions& options, const Ranks& ranks);
+
+/// What computing a model's parts costs.
+plan::StageCosts stage_costs(std::span<const plan::Unit> units, const model::Architecture& model,
+                             const Options& options);
+/// Stages of so many chunks each, as options.ranks says: of equal computing, or of ranks.split; a
+/// tied head where ranks.tied says. Errors: kInvalidArgument naming the key.
+base::Result<plan::Stages> divide_stages(const model::Architecture& model, const Options& options,
+                                         uint32_t world, uint32_t chunks);
 
 // All ranks call these in the same order. Errors also: the ranks'.
 

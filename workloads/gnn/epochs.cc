@@ -812,12 +812,21 @@ Status Epochs::share_report(std::span<const double> block_losses, EpochReport& r
 
 Status Epochs::share_sums() {
   if (alone()) return Status();
-  engine::Collectives& ranks = *options_.ranks.collectives;
-  const auto control = engine::Channel::kControl;
-  // Of each node its layer, first block and number of blocks; then all sums.
-  std::vector<uint64_t> heads;
+  const uint32_t of_server = plan_.spread.ranks_of_server();
+  if (options_.ranks.rank != leader()) return send_sums(leader());
+  SI_RETURN_IF_ERROR(receive_sums(leader() + 1, leader() + of_server, 1));
+  const uint64_t server = leader() / of_server;
+  for (BlockSums& sums : sums_) {
+    if (plan_.sample) sums.nodes() = {{server, 1, sums.total()}};
+  }
+  if (!first_rank()) return send_sums(0);
+  return receive_sums(of_server, options_.ranks.ranks, of_server);
+}
+
+Status Epochs::send_sums(uint32_t to) {
+  std::vector<uint64_t> heads;  // of each node its layer, first block and number of blocks
   std::vector<float> values;
-  for (size_t l = 0; !first_rank() && l < sums_.size(); ++l) {
+  for (size_t l = 0; l < sums_.size(); ++l) {
     for (const BlockSums::Node& node : sums_[l].nodes()) {
       heads.insert(heads.end(), {l, node.first, node.blocks});
       values.insert(values.end(), node.sum.begin(), node.sum.end());
@@ -825,30 +834,27 @@ Status Epochs::share_sums() {
     sums_[l].nodes().clear();
   }
   const std::array<uint64_t, 2> sizes{heads.size(), values.size()};
-  SI_ASSIGN_OR_RETURN(const std::vector<uint64_t> all,
-                      engine::all_gather_values(ranks, control, std::span<const uint64_t>(sizes)));
-  const auto finish = [](engine::Collectives::Started call) -> Status {
-    SI_RETURN_IF_ERROR(call.status());
-    return (*call)->wait();
-  };
-  if (!first_rank()) {
-    SI_RETURN_IF_ERROR(finish(ranks.send(control, std::as_bytes(std::span(heads)), 0)));
-    return finish(ranks.send(control, std::as_bytes(std::span(values)), 0));
-  }
+  SI_RETURN_IF_ERROR(send(std::span<const uint64_t>(sizes), to));
+  SI_RETURN_IF_ERROR(send(std::span<const uint64_t>(heads), to));
+  return send(std::span<const float>(values), to);
+}
+
+Status Epochs::receive_sums(uint32_t first, uint32_t end, uint32_t stride) {
   std::vector<std::vector<BlockSums::Node>> nodes(sums_.size());
   for (size_t l = 0; l < sums_.size(); ++l) nodes[l] = std::move(sums_[l].nodes());
-  for (uint32_t r = 1; r < ranks.world(); ++r) {
-    heads.resize(all[2 * r]);
-    values.resize(all[2 * r + 1]);
-    SI_RETURN_IF_ERROR(finish(ranks.receive(control, std::as_writable_bytes(std::span(heads)), r)));
-    SI_RETURN_IF_ERROR(
-        finish(ranks.receive(control, std::as_writable_bytes(std::span(values)), r)));
+  for (uint32_t from = first; from < end; from += stride) {
+    std::array<uint64_t, 2> sizes{};
+    SI_RETURN_IF_ERROR(receive(std::span<uint64_t>(sizes), from));
+    std::vector<uint64_t> heads(sizes[0]);
+    std::vector<float> values(sizes[1]);
+    SI_RETURN_IF_ERROR(receive(std::span(heads), from));
+    SI_RETURN_IF_ERROR(receive(std::span(values), from));
     auto value = values.begin();
     for (size_t i = 0; i < heads.size(); i += 3) {
       const Layer& layer = layers_[heads[i]];
-      const auto end = value + static_cast<int64_t>(layer.end - layer.weight);
-      nodes[heads[i]].push_back({heads[i + 1], heads[i + 2], std::vector<float>(value, end)});
-      value = end;
+      const auto behind = value + static_cast<int64_t>(layer.end - layer.weight);
+      nodes[heads[i]].push_back({heads[i + 1], heads[i + 2], std::vector<float>(value, behind)});
+      value = behind;
     }
   }
   for (size_t l = 0; l < sums_.size(); ++l) {
@@ -859,15 +865,25 @@ Status Epochs::share_sums() {
   return Status();
 }
 
-Status Epochs::share_parameters(Status mine) {
+Status Epochs::share_parameters(const Status& mine) {
   if (alone()) return mine;
-  engine::Collectives& ranks = *options_.ranks.collectives;
-  const auto control = engine::Channel::kControl;
-  SI_RETURN_IF_ERROR(engine::all_ok(ranks, control, "parameters", mine));
+  const RankOptions& ranks = options_.ranks;
   SI_RETURN_IF_ERROR(
-      engine::broadcast(ranks, control, std::as_writable_bytes(std::span(&done_, 1)), 0));
-  return engine::broadcast(
-      ranks, control, std::as_writable_bytes(std::span(parameters_).first(parameter_count_)), 0);
+      engine::all_ok(*ranks.collectives, engine::Channel::kControl, "parameters", mine));
+  const std::span<float> parameters = std::span(parameters_).first(parameter_count_);
+  if (!first_rank()) {
+    const uint32_t from = ranks.rank == leader() ? 0 : leader();
+    SI_RETURN_IF_ERROR(receive(std::span(&done_, 1), from));
+    SI_RETURN_IF_ERROR(receive(parameters, from));
+  }
+  const uint32_t of_server = plan_.spread.ranks_of_server();
+  for (uint32_t to = ranks.rank + 1; to < ranks.ranks; ++to) {
+    const bool mate = ranks.rank == leader() && to < leader() + of_server;
+    if (!mate && !(first_rank() && to % of_server == 0)) continue;
+    SI_RETURN_IF_ERROR(send(std::span<const uint64_t>(&done_, 1), to));
+    SI_RETURN_IF_ERROR(send(std::span<const float>(parameters), to));
+  }
+  return Status();
 }
 
 Status Epochs::update() {

@@ -153,10 +153,30 @@ class Epochs {
   /// Sums up what all ranks have found.
   base::Status share_report(std::span<const double> block_losses, EpochReport& report,
                             std::array<uint64_t, 6>& counts);
-  /// Rank 0 gets all ranks' sums.
+  /// The first rank of this one's server.
+  uint32_t leader() const {
+    return options_.ranks.rank - options_.ranks.rank % plan_.spread.ranks_of_server();
+  }
+  /// Rank 0 gets all ranks' sums, those of a server from its leader. Servers' samples are summed
+  /// server by server.
   base::Status share_sums();
-  /// Rank 0's, and its status, to all.
-  base::Status share_parameters(base::Status mine);
+  base::Status send_sums(uint32_t to);
+  base::Status receive_sums(uint32_t first, uint32_t end, uint32_t stride);
+  /// Rank 0's to all, by leaders; fails on all ranks where it has failed on one.
+  base::Status share_parameters(const base::Status& mine);
+  template <typename T>
+  base::Status send(std::span<const T> values, uint32_t to) {
+    SI_ASSIGN_OR_RETURN(const auto call, options_.ranks.collectives->send(
+                                             engine::Channel::kControl, std::as_bytes(values), to));
+    return call->wait();
+  }
+  template <typename T>
+  base::Status receive(std::span<T> values, uint32_t from) {
+    SI_ASSIGN_OR_RETURN(const auto call,
+                        options_.ranks.collectives->receive(engine::Channel::kControl,
+                                                            std::as_writable_bytes(values), from));
+    return call->wait();
+  }
   /// Rows of a table that ranks lack for a propagation.
   base::Status exchange(size_t step, size_t table, EpochReport& report);
 

@@ -4,11 +4,11 @@
     bench/graph_servers.py --folder DIR [--graph GRAPH | --scale 14 --degree 30] [--servers 2] [--ranks 1] [--rates 2e6]
         [--ratio 28] [--ways 0 1 2 3 4 5 sample] [--rounds 2] [--epochs 3] [-- FLAGS of smartinf-gnn train]
 
-Each rank has a network namespace, one thread and a device below DIR. Every two ranks are joined by a veth pair (tc tbf) of --rates
-bytes per second in each direction between servers, and --ratio times as many within one. Without --graph an R-MAT graph is made.
-A way is a number of hops to preload, or `sample` (one hop, --fanout neighbours). A line of JSON for each run, with the median of its
-epochs but the first, and with what was predicted: by the plan's counts, the rate of a plain socket over a link (with one rank on each server), and the seconds of an
-epoch that one process alone computes. Needs root.
+Each server is a network namespace, and each of its ranks has one thread and a device below DIR. Every two servers are joined by a veth
+pair of --rates bytes per second in each direction, and a server's ranks by its loopback of --ratio times as many for each (tc tbf). Without --graph an R-MAT
+graph is made. A way is a number of hops to preload, or `sample` (one hop, --fanout neighbours). A line of JSON for each run, with
+the median of its epochs but the first, and with what was predicted: by the plan's counts, the rate of a plain socket between servers, and the seconds of an
+epoch that one process computes. Needs root.
 """
 import argparse
 import json
@@ -24,12 +24,11 @@ from runs import SMARTINF
 
 
 def shape(links, args, rate):
-    """Links within servers get a rate of their own."""
-    for a in range(len(links.names)):
-        for b in range(len(links.names)):
-            if a != b and a // args.ranks == b // args.ranks:
-                subprocess.run(["tc", "-n", links.names[a], "qdisc", "replace", "dev", f"to{b}", "root", "tbf", "rate",
-                                f"{int(8 * rate * args.ratio)}bit", "burst", str(2 * BURST_BYTES), "latency", "2s"], check=True)
+    """Ranks of a server reach each other over its loopback, which they share."""
+    for name in links.names:
+        bits = int(8 * rate * args.ratio * args.ranks)
+        subprocess.run(["tc", "-n", name, "qdisc", "add", "dev", "lo", "root", "tbf", "rate", f"{bits}bit", "burst",
+                        str(4 * BURST_BYTES), "latency", "2s"], check=True)
 
 
 def command(args, name, device, *words):
@@ -52,7 +51,7 @@ def run(args, links, way, device):
     shutil.rmtree(device, ignore_errors=True)
     device.mkdir()
     env = {**os.environ, "WORLD_SIZE": str(ranks), "MASTER_ADDR": address(0), "MASTER_PORT": "29603", "OMP_NUM_THREADS": "1"}
-    processes = [subprocess.Popen([*links.on(rank), *command(args, "train", device, *words)], stdout=subprocess.PIPE, text=True,
+    processes = [subprocess.Popen([*links.on(rank // args.ranks), *command(args, "train", device, *words)], stdout=subprocess.PIPE, text=True,
                                   env={**env, "RANK": str(rank)}) for rank in range(ranks)]
     said = [process.communicate()[0] for process in processes]
     if codes := [process.returncode for process in processes if process.returncode]:
@@ -93,12 +92,17 @@ def main():
         output([args.gnn, "import", args.graph, "--rmat", str(args.scale), "--degree", str(args.degree), "--features",
                 str(args.features)])
         output([args.gnn, "partition", args.graph, "--block", str((1 << args.scale) // 8)])
-    (folder / "alone").mkdir()
-    alone_s = seconds_of(rows_of(output(command(args, "train", folder / "alone", "--epochs", str(args.epochs + 1)))))
+    # As many at once as ranks, which share this machine's memory.
+    each = [folder / f"alone{rank}" for rank in range(args.servers * args.ranks)]
+    for device in each:
+        device.mkdir()
+    processes = [subprocess.Popen(command(args, "train", device, "--epochs", str(args.epochs + 1)), stdout=subprocess.PIPE,
+                                  text=True) for device in each]
+    alone_s = statistics.median(seconds_of(rows_of(process.communicate()[0])) for process in processes)
     for rate in args.rates:
-        with Links(args.servers * args.ranks, 8 * rate) as links:
+        with Links(args.servers, 8 * rate) as links:
             shape(links, args, rate)
-            socket_rate = links.measured_rate(int(rate / 2)) if args.ranks == 1 else rate
+            socket_rate = links.measured_rate(int(rate / 2))
             plan = rows_of(output(command(args, "plan", None, "--servers", str(args.servers), "--ranks",
                                           str(args.servers * args.ranks), "--alone", str(alone_s), "--between", str(int(socket_rate)),
                                           "--within", str(int(rate * args.ratio)))))[0]

@@ -73,7 +73,7 @@ Result<graph::Spread> spread_of(const Graph& graph, const RankOptions& ranks) {
   if (ranks.servers == 0 || ranks.ranks % ranks.servers != 0) {
     return Status(ErrorCode::kInvalidArgument,
                   fmt::format("{} ranks on {} servers", ranks.ranks, ranks.servers),
-                  "Each server has as many ranks.");
+                  "Start as many ranks on each server (torchrun does), or give other --servers.");
   }
   if (ranks.ranks > blocks) {
     return Status(ErrorCode::kInvalidArgument,

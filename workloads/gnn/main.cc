@@ -304,11 +304,13 @@ void add_epoch_flags(CLI::App& app, Flags& flags, bool devices) {
   app.add_flag("--json", flags.json, "Print flat JSON objects");
   app.add_option("--servers", epochs.ranks.servers, "That the ranks are on, as many on each")
       ->check(CLI::Range(1, 1 << 16));
-  app.add_option("--preload", flags.preload,
-                 "Hops around a server of which it has the features, and takes nothing from others "
-                 "until they are used up [by the rates; 1 without]");
+  CLI::Option* const preload = app.add_option(
+      "--preload", flags.preload,
+      "Hops around a server of which it has the features, and takes nothing from others "
+      "until they are used up [by the rates; 1 without]");
   app.add_option("--sample", flags.sample_hops,
-                 "Each server trains on a sample of so many hops around it, without others' rows");
+                 "Each server trains on a sample of so many hops around it, without others' rows")
+      ->excludes(preload);
   app.add_option("--fanout", flags.sampling.fanout,
                  "Neighbours that a vertex of a sample brings in")
       ->capture_default_str();

@@ -147,15 +147,14 @@ base::Result<Measured> measure(engine::Updater& updater, const RowsOptions& opti
   for (size_t i = 0; i < gradient.size(); ++i) gradient[i] = static_cast<float>(i % 241) * 0x1p-14f;
   sim::RowIds numbers(options.row_count(), options.zipf, options.zipf == 0);
   Measured measured;
-  uint64_t ended_ns = base::now_ns();
   engine::UpdaterTraffic ended = updater.traffic();
   for (uint32_t i = 0; i < options.repeat + options.warm_up; ++i) {
     const std::vector<int64_t> ids = numbers.next(options.batch);
     const engine::UpdaterTraffic before = updater.traffic();
-    const double between_s = base::seconds_since(ended_ns);
     const uint64_t begin_ns = base::now_ns();
     SI_RETURN_IF_ERROR(tables.gather(0, ids, options.gradient_type, rows.data()));
     const double gather_s = base::seconds_since(begin_ns);
+    const uint64_t gathered_ns = base::now_ns();
     const engine::UpdaterTraffic gathered = updater.traffic().since(before);
     SI_RETURN_IF_ERROR(updater.begin_step());
     SI_RETURN_IF_ERROR(
@@ -165,12 +164,12 @@ base::Result<Measured> measure(engine::Updater& updater, const RowsOptions& opti
     const uint64_t distinct = tables.rows_of_step(0);
     engine::UpdateOptions update;
     update.groups = {{.lr = 1e-3}};
+    const double between_s = base::seconds_since(gathered_ns);
     SI_RETURN_IF_ERROR(updater.start_update(update, base::DataType::kBf16, [&](uint64_t first) {
       return dense_weights.data() + first;
     }));
     SI_RETURN_IF_ERROR(updater.commit(""));
     const double step_s = base::seconds_since(begin_ns);
-    ended_ns = base::now_ns();
     const engine::UpdaterTraffic now = updater.traffic();
     const engine::UpdaterTraffic moved = now.since(before);
     const engine::UpdaterTraffic all = now.since(std::exchange(ended, now));

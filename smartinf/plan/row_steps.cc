@@ -142,10 +142,9 @@ RowWork RowDevice::update(std::span<const uint32_t> rows) {
   return work;
 }
 
-RowWork RowDevice::commit() {
+RowWork RowDevice::merge_some() {
   RowWork work;
-  cache_.release_all();
-  while (used() > 0 && used() * 4 > shape_.log_pages * 3) merge(work);
+  if (used() > 0 && used() * 4 > shape_.log_pages * 3) merge(work);
   return work;
 }
 

@@ -60,8 +60,11 @@ class RowDevice {
   RowWork gather(std::span<const uint32_t> rows);
   /// The same rows. Merges first, where the log has no room for the step.
   RowWork update(std::span<const uint32_t> rows);
-  /// Ends the step, and merges while the log is fuller than it is left.
-  RowWork commit();
+  /// Ends the step.
+  void commit() { cache_.release_all(); }
+  /// A batch that goes home while the device has nothing else to do; no merge: the log is empty
+  /// enough.
+  RowWork merge_some();
 
  private:
   void read(std::span<const uint32_t> rows, RowUse use, RowWork& work);

@@ -46,7 +46,7 @@ TEST(RowDevice, WithoutACacheRowsAreReadAgainAndThenFromTheLog) {
   const RowWork update = device.update(rows);
   EXPECT_EQ(update.reads, 10u);
   EXPECT_EQ(update.log_bytes, 2 * 4096u);
-  (void)device.commit();
+  device.commit();
   // Ten rows are in two adjacent pages of the log now.
   const RowWork again = device.gather(rows);
   EXPECT_EQ(again.read_bytes, 2 * 4096u);
@@ -61,7 +61,8 @@ TEST(RowDevice, WritesEveryRowHomeThatTheLogHasNoRoomFor) {
     const auto rows = rows_from(step * 47, 200, 2000);  // no two of a merge in adjacent pages
     (void)device.gather(rows);
     all += device.update(rows);
-    all += device.commit();
+    device.commit();
+    all += device.merge_some();
     updated += rows.size();
   }
   // All but what the log has room for is at home, a page each.
@@ -79,7 +80,8 @@ TEST(RowDevice, OnlyTheNewestOfARowsRecordsGoHome) {
   for (uint32_t step = 0; step < 40; ++step) {
     (void)device.gather(rows);
     all += device.update(rows);
-    all += device.commit();
+    device.commit();
+    all += device.merge_some();
   }
   // 200 rows in 40 steps, in batches that reach into the newest step's at times.
   EXPECT_GT(all.merges, 0u);

@@ -28,6 +28,7 @@ constexpr uint32_t kMeasuredSteps = 16;
 constexpr double kCommitSyncs = 4;
 constexpr double kMergeSyncs = 4;
 constexpr double kMergeChecks = 2;  // of a page: as it was, and as it becomes
+constexpr double kBetweenMergesS = 0.001;  // that a device waits for a message
 
 double per(double rate) { return rate > 0 ? 1 / rate : 0; }
 
@@ -67,9 +68,9 @@ double merge_cost(const DeviceGroup& device, const plan::RowWork& work, double r
 /// One device's work in a step.
 struct DeviceStep {
   const DeviceGroup* device = nullptr;
-  plan::RowWork gather, update, commit;
+  plan::RowWork gather, beside, update;
   plan::RowTraffic traffic;
-  double merge_left_s = 0;  // of the step before, when this one begins
+  double merge_left_s = 0;  // of merging, when the update comes
 };
 
 struct StepOnClock {
@@ -113,8 +114,7 @@ StepOnClock run_step(const std::vector<DeviceStep>& devices, const Machine& mach
     const auto sent = static_cast<double>(one.traffic.link_down);
     const Cost gather = read_cost(device, one.gather);
     const auto rows_up = graph.add_task(
-        {stage({{drive, one.merge_left_s}}), stage({{drive, gather.drive_s}}, device.latency_s),
-         stage({{thread, gather.thread_s}}),
+        {stage({{drive, gather.drive_s}}, device.latency_s), stage({{thread, gather.thread_s}}),
          stage({{up, gathered * link_s}, {link, gathered * own_link_s}})},
         {sorted});
     graph.add_dependency(all_up, rows_up);
@@ -123,11 +123,12 @@ StepOnClock run_step(const std::vector<DeviceStep>& devices, const Machine& mach
     const double rows_s =
         static_cast<double>(one.update.rows) * record_bytes * per(device.row_bytes_per_s);
     const double log_s = static_cast<double>(one.update.log_bytes) * per(device.write_bytes_per_s);
-    graph.add_task({stage({{down, sent * link_s}, {link, sent * own_link_s}}, device.latency_s),
-                    stage({{drive, merge_cost(device, one.update, record_bytes)}}),
-                    stage({{drive, again.drive_s}}), stage({{thread, again.thread_s}}),
-                    stage({{thread, rows_s}, {drive, log_s}}, kCommitSyncs * device.sync_s)},
-                   {all_up});
+    graph.add_task(
+        {stage({{down, sent * link_s}, {link, sent * own_link_s}}, device.latency_s),
+         stage({{drive, one.merge_left_s + merge_cost(device, one.update, record_bytes)}}),
+         stage({{drive, again.drive_s}}), stage({{thread, again.thread_s}}),
+         stage({{thread, rows_s}, {drive, log_s}}, kCommitSyncs * device.sync_s)},
+        {all_up});
   }
   graph.run();
   StepOnClock times{graph.times(all_up).end_s, graph.end_s(), {}};
@@ -226,8 +227,6 @@ Result<RowTimes> simulate_rows(const RowTable& table, const Machine& machine,
   for (const plan::RowDeviceShape& shape : shapes_of(placement, every)) devices.emplace_back(shape);
 
   RowIds numbers(table.rows / every, table.zipf, table.distinct, every);
-  std::vector<double> merge_left_s(count, 0.0);
-  std::vector<plan::RowWork> merged(count);
   std::array<double, 4> busy{};
   std::vector<double> written(count, 0.0);
   const auto scaled = [&](plan::RowWork work) {
@@ -249,23 +248,30 @@ Result<RowTimes> simulate_rows(const RowTable& table, const Machine& machine,
                                                  : std::span<const uint32_t>();
       step[d].device = groups[d];
       step[d].gather = scaled(devices[d].gather(rows));
+      // An update waits for the batch that has begun.
+      double merged_s = 0;
+      double batch_s = 0;
+      while (merged_s + kBetweenMergesS < steps.beside_s) {
+        const plan::RowWork one = scaled(devices[d].merge_some());
+        if (one.merges == 0) break;
+        batch_s = merge_cost(*groups[d], one, static_cast<double>(record));
+        merged_s += batch_s + kBetweenMergesS;
+        step[d].beside += one;
+      }
+      step[d].merge_left_s =
+          std::clamp(merged_s - steps.beside_s, 0.0, batch_s / static_cast<double>(every));
       step[d].update = scaled(devices[d].update(rows));
-      step[d].commit = scaled(devices[d].commit());
+      devices[d].commit();
       for (uint64_t k = 0; k < every; ++k) {
         step[d].traffic += plan::row_traffic(rows, devices[d].shape().row);
       }
-      step[d].merge_left_s = merge_left_s[d];
-      const double later_s = merge_cost(*groups[d], step[d].commit, static_cast<double>(record));
-      merge_left_s[d] = std::max(0.0, later_s - steps.beside_s);
-      // Merges behind a commit are the next step's.
-      const plan::RowWork before = std::exchange(merged[d], step[d].commit);
-      if (steps.steps == 0 && step[d].update.merges + step[d].commit.merges > 0) {
+      if (steps.steps == 0 && step[d].update.merges + step[d].beside.merges > 0) {
         warm_up = std::min(warm_up, i + 2);
       }
       if (i < warm_up) continue;
       plan::RowWork all = step[d].gather;
       all += step[d].update;
-      all += before;
+      all += step[d].beside;
       const auto bytes_written = static_cast<double>(all.log_bytes + all.merge_written_bytes);
       written[d] += share * bytes_written;
       times.rows += share * static_cast<double>(step[d].gather.rows);
@@ -276,7 +282,7 @@ Result<RowTimes> simulate_rows(const RowTable& table, const Machine& machine,
       times.link_down_bytes += share * static_cast<double>(step[d].traffic.link_down);
       if (d == 0) {
         const auto bytes = static_cast<double>(record);
-        times.merge_s += share * (merge_cost(*groups[d], before, bytes) +
+        times.merge_s += share * (merge_cost(*groups[d], step[d].beside, bytes) +
                                   merge_cost(*groups[d], step[d].update, bytes));
       }
     }

@@ -28,7 +28,7 @@ struct RowTable {
 struct RowSteps {
   uint32_t warm_up = 0;
   uint32_t steps = 0;   // of which the means are taken; 0: some, once the log is merged
-  double beside_s = 0;  // between steps, in which merges cost nothing
+  double beside_s = 0;  // between a gather and its update, in which merges cost nothing
 };
 
 /// Means of the steps.

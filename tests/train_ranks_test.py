@@ -254,7 +254,7 @@ class TrainRanks(StreamCase):
         subprocess.run(plain("one"), check=True, capture_output=True, timeout=300)
         with Ranks(plain("two", [*self.stages(2, "two"), "--ranks.split", "1, 2"]), 2) as ranks:
             self.assertEqual(ranks.wait(100), [0, 0], ranks.err(0) + ranks.err(1))
-            self.assertIn("rank 0: the embedding, layers 0 to 0;", ranks.out(0))
+            self.assertIn("rank 0: the embedding, layers 0 to 0, the head;", ranks.out(0))
         self.check_same_as("two", "one")
 
     def test_a_state_goes_to_the_devices_of_its_stages(self):

@@ -154,7 +154,8 @@ void add_distill(CLI::App& app, const Overrides& overrides, Run& run) {
       "  smartinf distill recipes/distill.toml --teacher.from DIR --student.prune "
       "ffn=0.5,heads=0.75\n"
       "  smartinf distill recipes/distill.toml --teacher.from DIR --student.from SMALLER\n"
-      "  smartinf distill recipes/distill.toml --teacher.from DIR --student.quantise int4\n\n"
+      "  smartinf distill recipes/distill.toml --teacher.from DIR --student.quantise int4 "
+      "--optimizer.beta1 0.5\n\n"
       "Ctrl-C stops at a committed step, with exit code 130; run again, it resumes.");
   command->callback([flags, &overrides, &run] {
     run = [flags, &overrides] {

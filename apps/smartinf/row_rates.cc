@@ -7,6 +7,7 @@
 #include <filesystem>
 #include <fstream>
 #include <numeric>
+#include <random>
 #include <span>
 #include <utility>
 #include <vector>
@@ -25,6 +26,17 @@
 #include "apps/smartinf/median.h"
 
 namespace smartinf::apps {
+
+namespace {
+
+/// The i-th of `count` of so many pages at random that ascend, as a step reads and a merge writes
+/// them.
+uint64_t ascending_page(uint64_t i, uint64_t count, uint64_t pages, std::mt19937_64& random) {
+  const uint64_t first = i * pages / count;
+  return first + random() % std::max<uint64_t>(1, (i + 1) * pages / count - first);
+}
+
+}  // namespace
 
 PagesAlone::~PagesAlone() {
   std::error_code error;
@@ -54,8 +66,9 @@ base::Status PagesAlone::open(const std::string& read_path, const std::string& w
 }
 
 base::Status PagesAlone::read(uint64_t pages) {
-  return move(storage::IoOp::kRead, read_file_, kReads, page_bytes_, pages,
-              [&](uint64_t) { return (first_page_ + random_() % pages_) * page_bytes_; });
+  return move(storage::IoOp::kRead, read_file_, kReads, page_bytes_, pages, [&](uint64_t i) {
+    return (first_page_ + ascending_page(i, pages, pages_, random_)) * page_bytes_;
+  });
 }
 base::Status PagesAlone::write(uint64_t bytes) {
   SI_RETURN_IF_ERROR(move(storage::IoOp::kWrite, write_file_, kWrites, kWriteBytes,
@@ -64,9 +77,10 @@ base::Status PagesAlone::write(uint64_t bytes) {
   return sync();
 }
 base::Status PagesAlone::write_pages(uint64_t pages, uint64_t written_bytes) {
+  const uint64_t written = written_bytes / page_bytes_;
   SI_RETURN_IF_ERROR(
       move(storage::IoOp::kWrite, write_file_, kReads, page_bytes_, pages,
-           [&](uint64_t) { return random_() % (written_bytes / page_bytes_) * page_bytes_; }));
+           [&](uint64_t i) { return ascending_page(i, pages, written, random_) * page_bytes_; }));
   return sync();
 }
 base::Status PagesAlone::sync() {

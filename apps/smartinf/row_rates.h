@@ -21,8 +21,8 @@
 
 namespace smartinf::apps {
 
-/// Reads pages of a file at random, and writes another one from its start on, as a file of tables'
-/// rows is read and written.
+/// Reads pages of a file at random, as they ascend, and writes another one from its start on, as a
+/// file of tables' rows is read and written.
 class PagesAlone {
  public:
   static constexpr uint32_t kReads = storage::RowGeometry::kReadsMax;

@@ -266,7 +266,8 @@ class Plan(unittest.TestCase):
             self.assertEqual(done.returncode, 0, done)
             self.assertIn("start it with", done.stdout)
             events = json.loads(pathlib.Path(at("t.json")).read_text(encoding="utf-8"))["traceEvents"]
-            self.assertEqual(sum(event.get("name") == "F63" for event in events), 3, "two stages, and the message")
+            self.assertEqual(sum(event.get("name") == "F63" for event in events), 4,
+                             "two stages, and messages to the second one and to the head, which is on the first")
 
     def test_memory_is_what_the_programs_hold(self):
         """`train` streams what does not stay; Python keeps all weights, and gradients unless they are released."""

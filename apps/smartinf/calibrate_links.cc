@@ -293,8 +293,7 @@ Status measure_links(const LinksJob& job, const train::Ranks& ranks) {
 }  // namespace
 
 int run_links(const LinksJob& job) {
-  const auto environment = train::rank_environment(
-      [](const char* name) { return static_cast<const char*>(std::getenv(name)); });
+  const auto environment = train::rank_environment();
   if (!environment.ok()) return report(environment.status(), kExitUsage);
   if (!*environment) {
     return report(

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
-#include <cstdlib>
 #include <iterator>
 #include <span>
 #include <sstream>
@@ -59,9 +58,7 @@ int fail(const train::Ranks& ranks, Status status, bool started) {
 }
 
 Result<train::Ranks> meet_ranks(config::LoadedRecipe& loaded, Interrupt& interrupt) {
-  SI_ASSIGN_OR_RETURN(const auto environment, train::rank_environment([](const char* name) {
-                        return static_cast<const char*>(std::getenv(name));
-                      }));
+  SI_ASSIGN_OR_RETURN(const auto environment, train::rank_environment());
   std::vector<engine::DeviceOptions>& devices = loaded.recipe.updater.devices;
   SI_ASSIGN_OR_RETURN(devices,
                       train::expand_rank_paths(devices, environment ? environment->world : 1));

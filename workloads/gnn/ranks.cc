@@ -1,7 +1,6 @@
 #include "workloads/gnn/ranks.h"
 
 #include <chrono>
-#include <cstdlib>
 
 #include "smartinf/train/ranks/environment.h"
 #include "smartinf/train/ranks/join_ranks.h"
@@ -14,9 +13,7 @@ constexpr std::chrono::minutes kTimeout{30};
 int start_with_ranks(char** /*arguments*/) { return 0; }
 
 base::Status join_ranks(RankOptions& ranks) {
-  SI_ASSIGN_OR_RETURN(const auto environment, train::rank_environment([](const char* name) {
-                        return static_cast<const char*>(std::getenv(name));
-                      }));
+  SI_ASSIGN_OR_RETURN(const auto environment, train::rank_environment());
   if (!environment) return base::Status();
   SI_ASSIGN_OR_RETURN(const train::Ranks joined, train::join_ranks(*environment, kTimeout));
   ranks.rank = joined.rank();

@@ -1,5 +1,4 @@
 #include <cerrno>
-#include <cstdlib>
 #include <cstring>
 #include <filesystem>
 
@@ -18,9 +17,7 @@ using base::Status;
 namespace {
 
 base::Result<bool> has_ranks() {
-  SI_ASSIGN_OR_RETURN(const auto environment, train::rank_environment([](const char* name) {
-                        return static_cast<const char*>(std::getenv(name));
-                      }));
+  SI_ASSIGN_OR_RETURN(const auto environment, train::rank_environment());
   return environment.has_value();
 }
 
@@ -33,11 +30,11 @@ int start_with_ranks(char** arguments) {
   const std::filesystem::path self = std::filesystem::read_symlink("/proc/self/exe", failed);
   const std::filesystem::path program = self.parent_path() / "smartinf-gnn-ranks";
   if (!failed) ::execv(program.c_str(), arguments);
-  fmt::print(stderr,
-             "smartinf-gnn: cannot start {}: {}. It is in the same folder in a build with torch, "
-             "which several "
-             "ranks need.\n",
-             program.string(), failed ? failed.message() : std::strerror(errno));
+  fmt::print(
+      stderr,
+      "smartinf-gnn: cannot start {}: {}. It is in the same folder in a build with torch, which "
+      "several ranks need.\n",
+      program.string(), failed ? failed.message() : std::strerror(errno));
   return 1;
 }
 

@@ -2,6 +2,7 @@
 
 #include <array>
 #include <charconv>
+#include <cstdlib>
 #include <string_view>
 
 #include <fmt/format.h>
@@ -93,6 +94,10 @@ Result<std::optional<RankEnvironment>> rank_environment(const GetVariable& get) 
   found.store_runs = text_of("TORCHELASTIC_USE_AGENT_STORE") == "True";
   found.start = text_of("TORCHELASTIC_RUN_ID") + "/" + text_of("TORCHELASTIC_RESTART_COUNT");
   return Found(std::move(found));
+}
+
+Result<std::optional<RankEnvironment>> rank_environment() {
+  return rank_environment([](const char* name) -> const char* { return std::getenv(name); });
 }
 
 }  // namespace smartinf::train

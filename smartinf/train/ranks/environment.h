@@ -26,5 +26,7 @@ using GetVariable = std::function<const char*(const char* name)>;
 /// Nothing where this is the only process. Errors: kInvalidArgument for variables that do not fit
 /// together, with the one to set.
 base::Result<std::optional<RankEnvironment>> rank_environment(const GetVariable& get);
+/// Of this process's own environment.
+base::Result<std::optional<RankEnvironment>> rank_environment();
 
 }  // namespace smartinf::train

@@ -18,7 +18,6 @@
 #include <array>
 #include <chrono>
 #include <cstdio>
-#include <cstdlib>
 #include <span>
 #include <sstream>
 #include <string>
@@ -222,8 +221,7 @@ Status pipeline(const Ranks& ranks, uint64_t rounds, std::span<const std::string
 
 Status run(std::vector<std::string> arguments) {
   arguments.resize(std::max<size_t>(5, arguments.size()));
-  SI_ASSIGN_OR_RETURN(const auto environment,
-                      rank_environment([](const char* name) { return std::getenv(name); }));
+  SI_ASSIGN_OR_RETURN(const auto environment, rank_environment());
   if (!environment) return Status(ErrorCode::kInvalidArgument, "one process alone");
   const std::chrono::milliseconds timeout(std::stoull(arguments[1]));
   SI_ASSIGN_OR_RETURN(const Ranks joined, join_ranks(*environment, timeout));

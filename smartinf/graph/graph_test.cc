@@ -170,6 +170,10 @@ TEST(Shares, PreloadIsChosenByRatesAndRoom) {
   EXPECT_EQ(choose_preload(costs, rates).value(), 1u);  // 1.1 s each: fewer hops
   rates.between = 900;
   EXPECT_EQ(choose_preload(costs, rates).value(), 2u);
+  rates.rows = 1e3;
+  std::vector<PreloadCost> with_rows = costs;
+  with_rows[2].row_bytes = 100;  // 100 ms, more than the gain
+  EXPECT_EQ(choose_preload(with_rows, rates).value(), 1u);
   rates.room_bytes = 29;
   EXPECT_EQ(choose_preload(costs, rates).value(), 1u);
   rates.room_bytes = 9;

@@ -6,6 +6,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <span>
 #include <vector>
 
@@ -93,13 +94,16 @@ class ServerShare {
 /// What an epoch costs with so many hops preloaded.
 struct PreloadCost {
   uint32_t hops = 0;
-  double work = 0;             // of the rank with the most, where one process alone has 1
-  uint64_t within_bytes = 0;   // of the rank that moves most, summed over propagations
+  // Of the rank with the most in each propagation, summed over them.
+  double work = 0;             // where one process alone has 1
+  uint64_t row_bytes = 0;      // read from tables and written to them
+  uint64_t within_bytes = 0;   // sent or received
   uint64_t between_bytes = 0;  // of the server that moves most, likewise
   uint64_t room_bytes = 0;     // of the largest rank's tables
 };
 struct PreloadRates {
   double alone_s = 0;  // an epoch's computing in one process that has a rank's cores
+  double rows = std::numeric_limits<double>::infinity();  // bytes per second of a rank's tables
   double within = 0;   // bytes per second of a rank, in each direction
   double between = 0;  // of a server
   uint64_t room_bytes = ~uint64_t{0};  // of a rank

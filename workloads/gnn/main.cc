@@ -53,7 +53,7 @@ struct Flags {
   uint32_t sample_hops = 0;
   graph::Sampling sampling;
   double alone_s = 0;
-  std::string within = "0", between = "0", room = "0";
+  std::string rows = "0", within = "0", between = "0", room = "0";
 };
 
 /// With the number of hops to preload: as given, or as counted bytes and the rates say.
@@ -67,9 +67,10 @@ Status settle_ranks(Flags& flags, const Graph& graph, std::vector<graph::Preload
   ranks.preload = flags.preload.value_or(1);
   uint64_t room = 0;
   for (const auto& [text, rate] :
-       {std::pair(&flags.within, &rates.within), std::pair(&flags.between, &rates.between)}) {
+       {std::pair(&flags.rows, &rates.rows), std::pair(&flags.within, &rates.within),
+        std::pair(&flags.between, &rates.between)}) {
     SI_ASSIGN_OR_RETURN(const uint64_t bytes, base::parse_bytes(*text));
-    *rate = static_cast<double>(bytes);
+    if (bytes > 0) *rate = static_cast<double>(bytes);
   }
   SI_ASSIGN_OR_RETURN(room, base::parse_bytes(flags.room));
   if (room > 0) rates.room_bytes = room;
@@ -78,7 +79,7 @@ Status settle_ranks(Flags& flags, const Graph& graph, std::vector<graph::Preload
   if (flags.preload || ranks.sampling || ranks.servers == 1 || !known) return Status();
   SI_ASSIGN_OR_RETURN(
       costs, preload_costs(graph, layers_of(flags.epochs.model, graph.feature_count, graph.classes),
-                           ranks));
+                           flags.epochs));
   SI_ASSIGN_OR_RETURN(const size_t best, graph::choose_preload(costs, rates));
   ranks.preload = costs[best].hops;
   return Status();
@@ -146,6 +147,7 @@ Status plan(Flags& flags) {
   for (const graph::PreloadCost& cost : costs) {
     preload.push_back({{"hops", cost.hops},
                        {"work", cost.work},
+                       {"row_bytes", cost.row_bytes},
                        {"within_bytes", cost.within_bytes},
                        {"between_bytes", cost.between_bytes},
                        {"room_bytes", cost.room_bytes},
@@ -161,6 +163,7 @@ Status plan(Flags& flags) {
                                     {"rows_put", made.rows_put},
                                     {"up_bytes", made.up_bytes},
                                     {"down_bytes", made.down_bytes},
+                                    {"row_bytes", made.row_bytes},
                                     {"within_bytes", made.within_bytes},
                                     {"between_bytes", made.between_bytes},
                                     {"preload", preload},
@@ -181,11 +184,12 @@ Status plan(Flags& flags) {
              base::format_bytes(made.within_bytes), base::format_bytes(made.between_bytes));
   for (const graph::PreloadCost& cost : costs) {
     fmt::print(
-        "{} {} hops: {:.2f} of an epoch's computing, {} within and {} between servers, {} of "
+        "{} {} hops: {:.2f} of an epoch's computing, {} of rows, {} within and {} between servers, "
+        "{} of "
         "tables: {}\n",
         cost.hops == flags.epochs.ranks.preload ? '*' : ' ', cost.hops, cost.work,
-        base::format_bytes(cost.within_bytes), base::format_bytes(cost.between_bytes),
-        base::format_bytes(cost.room_bytes),
+        base::format_bytes(cost.row_bytes), base::format_bytes(cost.within_bytes),
+        base::format_bytes(cost.between_bytes), base::format_bytes(cost.room_bytes),
         base::format_seconds(graph::predicted_seconds(cost, rates)));
   }
   return Status();
@@ -206,6 +210,9 @@ void print(const Flags& flags, const EpochPlan& plan, const EpochReport& report)
                                     {"down_bytes", report.down_bytes},
                                     {"planned_up_bytes", plan.up_bytes},
                                     {"planned_down_bytes", plan.down_bytes},
+                                    {"compute_s", report.compute_seconds},
+                                    {"rows_s", report.row_seconds},
+                                    {"row_bytes", plan.row_bytes},
                                     {"exchange_s", report.exchange_seconds},
                                     {"within_bytes", report.within_bytes},
                                     {"between_bytes", report.between_bytes},
@@ -315,7 +322,11 @@ void add_epoch_flags(CLI::App& app, Flags& flags, bool devices) {
                  "Neighbours that a vertex of a sample brings in")
       ->capture_default_str();
   app.add_option("--alone", flags.alone_s,
-                 "Seconds of an epoch in one process with a rank's threads");
+                 "Seconds of computing an epoch in one process with a rank's threads: compute_s of "
+                 "train --json");
+  app.add_option("--rows", flags.rows,
+                 "Bytes of rows per second that a rank gathers and puts: row_bytes by rows_s "
+                 "[they take no time]");
   app.add_option("--within", flags.within, "Bytes per second of a rank to others of its server");
   app.add_option("--between", flags.between, "Bytes per second of a server to others");
   app.add_option("--room", flags.room, "Bytes that a rank's devices have for tables");

@@ -205,20 +205,23 @@ class PlanRuns(unittest.TestCase):
         return json.loads(done.stdout)["options"]
 
     def test_stages_over_boxes_run_as_they_are_planned(self):
-        option = self.cluster("stages", "--stages", "2", "--batch", "1", "--recompute", "false")[0]
-        self.assertEqual((option["pipeline"], option["boundary_bytes"]), (2, 2 * 256 * MODEL["hidden_size"]))
-        self.assertEqual([shlex.split(line)[4] for line in option["launch"]], ["0", "1"])
-        with Ranks(self.command("stages", "--print-plan"), 2) as ranks:
-            self.assertEqual(ranks.wait(100), [0, 0], ranks.err(0) + ranks.err(1))
-            told = ranks.out(0)
-        self.assertIn(f"{min(4, 2 + option['ahead'])} micro batches under way", told)
-        planned = re.findall(r"memory: ([0-9.]+) ([KMG]iB) of the host's memory are planned", told)
-        self.assertEqual(len(planned), 2, told)
-        for (number, unit), box in zip(planned, option["boxes"]):
-            self.assertLess(abs(float(number) * UNITS[unit] - box["host_bytes"]), 12 << 20, told)
-        with Ranks(self.command("stages"), 2) as ranks:
-            self.assertEqual(ranks.wait(100), [0, 0], ranks.err(0) + ranks.err(1))
-        self.assertEqual({row["pipeline_sent_bytes"] for row in self.rows("stages")}, {option["boundary_bytes"]})
+        for name, flags, messages in (("stages", ("--recompute", "false"), 1), ("chunks", ("--recompute", "true", "--chunks", "2"), 3)):
+            with self.subTest(name):
+                option = self.cluster(name, "--stages", "2", "--batch", "1", *flags)[0]
+                self.assertEqual((option["pipeline"], option["boundary_bytes"]), (2, messages * 2 * 256 * MODEL["hidden_size"]))
+                self.assertEqual([shlex.split(line)[4] for line in option["launch"]], ["0", "1"])
+                with Ranks(self.command(name, "--print-plan"), 2) as ranks:
+                    self.assertEqual(ranks.wait(100), [0, 0], ranks.err(0) + ranks.err(1))
+                    told = ranks.out(0)
+                self.assertIn("2 chunks by turns; 4 micro batches under way" if name == "chunks" else
+                              f"{min(4, 2 + option['ahead'])} micro batches under way", told)
+                planned = re.findall(r"memory: ([0-9.]+) ([KMG]iB) of the host's memory are planned", told)
+                self.assertEqual(len(planned), 2, told)
+                for (number, unit), box in zip(planned, option["boxes"]):
+                    self.assertLess(abs(float(number) * UNITS[unit] - box["host_bytes"]), 12 << 20, told)
+                with Ranks(self.command(name), 2) as ranks:
+                    self.assertEqual(ranks.wait(100), [0, 0], ranks.err(0) + ranks.err(1))
+                self.assertEqual({row["pipeline_sent_bytes"] for row in self.rows(name)}, {option["boundary_bytes"]})
 
     def test_two_ranks_as_plan_says_that_they_are_started(self):
         flags = ["--method", "su+o", "--ranks", "2", "--accumulation", "4", "--overlap", "late"]

@@ -172,6 +172,7 @@ ordered_json to_json(const sim::ClusterPlan& plan) {
                        {"micro_batch", option.micro_batch},
                        {"accumulation", option.accumulation},
                        {"ahead", option.ahead},
+                       {"chunks", option.chunks},
                        {"recompute", option.recompute},
                        {"streams", option.ranks.front().need.plan.streams},
                        {"total_s", option.step_s},

@@ -84,6 +84,7 @@ constexpr std::array kFlags{
     Flag{"tokens-per-step", "N", "Tokens of a step of all ranks of a cluster"},
     Flag{"stages", "N",
          "Stages of a pipeline over a cluster, ranks.pipeline [as many as are fastest]"},
+    Flag{"chunks", "N", "Chunks of a stage, ranks.chunks [as few as there is memory for]"},
     Flag{"guess", "right|wrong",
          "Guess of an early update, that no gradient is clipped; after a wrong guess the update is "
          "made again [right]"},
@@ -206,7 +207,7 @@ Status apply_cluster_flags(const SimFlags& flags, SimQuestion& question) {
   };
   const std::string* const file = value_of(kClusterFlag);
   if (file == nullptr) {
-    for (const char* name : {"tokens-per-step", "stages"}) {
+    for (const char* name : {"tokens-per-step", "stages", "chunks"}) {
       if (const std::string* text = value_of(name)) {
         return bad_value(name, *text, "It is of a cluster: add --cluster FILE.");
       }
@@ -232,6 +233,11 @@ Status apply_cluster_flags(const SimFlags& flags, SimQuestion& question) {
     SI_ASSIGN_OR_RETURN(const uint64_t stages, count("stages", *text));
     if (stages > 1024) return bad_value("stages", *text, "Give at most 1024.");
     request.pipeline = static_cast<uint32_t>(stages);
+  }
+  if (const std::string* text = value_of("chunks")) {
+    SI_ASSIGN_OR_RETURN(const uint64_t chunks, count("chunks", *text));
+    if (chunks > 1024) return bad_value("chunks", *text, "Give at most 1024.");
+    request.chunks = static_cast<uint32_t>(chunks);
   }
   if (value_of("batch") != nullptr) request.micro_batch = question.model.batch;
   if (value_of("recompute") != nullptr) request.recompute = question.options.recompute;

@@ -164,6 +164,7 @@ Result<Chosen> best_stages(const config::LoadedRecipe& loaded, uint32_t world, s
       uint64_t{options.train.micro_batch} * options.train.accumulation * options.data.sequence;
   request.all_boxes = true;
   if (options.ranks.pipeline != 0) request.pipeline = options.ranks.pipeline;
+  if (options.ranks.chunks != 0) request.chunks = options.ranks.chunks;
   request.split = options.ranks.split;
   if (options.ranks.tied != train::TiedHeads::kAuto) {
     request.folds = options.ranks.tied == train::TiedHeads::kFold;

@@ -51,7 +51,8 @@ std::vector<uint32_t> kinds_of(const Cluster& cluster) {
 /// A way to train, of which the order of boxes is still to be chosen.
 struct Candidate {
   ClusterOption option;
-  uint32_t boxes = 1;  // the first so many of the order
+  uint32_t boxes = 1;           // the first so many of the order
+  double resident_least_s = 0;  // option.least_s where its weights stay in memory
 };
 
 class ClusterPlanner {
@@ -76,6 +77,9 @@ class ClusterPlanner {
     for (Candidate& candidate : all_candidates()) {
       ++plan_.considered;
       SI_RETURN_IF_ERROR(choose_order(candidate));
+      ClusterOption& option = candidate.option;
+      candidate.resident_least_s = option.least_s;
+      if (may_loop(option)) option.least_s = std::min(option.least_s, least_looped_s(option));
       candidates.push_back(std::move(candidate));
     }
     std::ranges::stable_sort(candidates, {},
@@ -88,6 +92,8 @@ class ClusterPlanner {
         ++plan_.without_memory;
         continue;
       }
+      if (option.chunks == 1) option.least_s = candidate.resident_least_s;
+      if (plan_.best.size() == kBestMax && option.least_s >= plan_.best.back().step_s) continue;
       SI_RETURN_IF_ERROR(simulate(option));
       ++plan_.simulated;
       const auto at =
@@ -277,6 +283,39 @@ class ClusterPlanner {
             layers * part.layer_backward_s + head * part.head_backward_s};
   }
 
+  /// Whether `smartinf train` may divide the stages into chunks. A folded head waits for all.
+  bool may_loop(const ClusterOption& option) const {
+    return option.pipeline > 1 && option.recompute && units_.size() >= 2 * option.pipeline &&
+           request_.split.empty() && !request_.folds.value_or(false) &&
+           request_.chunks.value_or(2) > 1 && request_.short_gradient == 1 &&
+           request_.short_activation == 1;
+  }
+
+  /// No step of stages in chunks is shorter, whatever the chunks: all computing, equally busy, or
+  /// a link with two messages at least for each micro batch.
+  double least_looped_s(const ClusterOption& option) {
+    const std::vector<uint32_t> boxes = boxes_of_ranks(option.order);
+    const PipelineLoad load = load_of(option, boxes);
+    double least_s = 0;
+    for (uint32_t replica = 0; replica < option.replicas; ++replica) {
+      const auto batches = static_cast<double>(load.micro_batches[replica]);
+      double models_per_s = 0;
+      for (uint32_t stage = 0; stage < option.pipeline; ++stage) {
+        const uint32_t box = boxes[load.rank_of(stage, replica)];
+        const auto [forward_s, backward_s] = seconds_of(part_seconds(kind_of_[box], option), 0,
+                                                        static_cast<uint32_t>(units_.size()));
+        models_per_s += 1 / (forward_s + backward_s);
+        const uint32_t next = boxes[load.rank_of(stage + 1, replica)];
+        if (stage + 1 == option.pipeline || box == next) continue;
+        const double rate =
+            std::min(cluster_.link(box, next).shared(), cluster_.link(next, box).shared());
+        least_s = std::max(least_s, 2 * batches * static_cast<double>(load.message_bytes) / rate);
+      }
+      least_s = std::max(least_s, batches / models_per_s);
+    }
+    return least_s;
+  }
+
   uint64_t parameters_of(uint32_t first, uint32_t end) const {
     return units_[end - 1].end() - units_[first].first;
   }
@@ -322,6 +361,7 @@ class ClusterPlanner {
     load.stages = option.pipeline;
     load.replicas = option.replicas;
     load.ahead = option.ahead;
+    load.chunks = option.chunks;
     load.box = boxes;
     load.micro_batches = batches_of(option);
     load.message_bytes =
@@ -337,18 +377,21 @@ class ClusterPlanner {
     return load;
   }
 
+  plan::StageCosts stage_costs() const {
+    return {units_, plan_.model.hidden, plan_.model.vocabulary * plan_.model.hidden,
+            plan_.model.sequence};
+  }
+
   /// Finds the order of boxes, and the least step.
   Status choose_order(Candidate& candidate) {
     ClusterOption& option = candidate.option;
-    const plan::StageCosts costs{units_, plan_.model.hidden,
-                                 plan_.model.vocabulary * plan_.model.hidden, plan_.model.sequence};
     const bool fewer_bytes =
         plan::head_folds({plan_.model.vocabulary, plan_.model.hidden, request_.tokens_per_step,
                           plan_.options.value_bytes, option.replicas});
     option.folds = option.pipeline > 1 && units_.size() > option.pipeline && plan_.model.tied &&
                    request_.folds.value_or(fewer_bytes);
-    SI_ASSIGN_OR_RETURN(option.begins,
-                        plan::divide_units(costs, option.pipeline, request_.split, option.folds));
+    SI_ASSIGN_OR_RETURN(option.begins, plan::divide_units(stage_costs(), option.pipeline,
+                                                          request_.split, option.folds));
     option.uneven = !request_.split.empty();
     const auto first_boxes = [&](std::span<const uint32_t> order) {
       return boxes_of_ranks(order.first(candidate.boxes));
@@ -543,10 +586,17 @@ class ClusterPlanner {
   /// Every rank's memory; what lacks, empty where all fits.
   std::string place_in_memory(ClusterOption& option, uint64_t& least_lack) {
     const std::vector<uint32_t> boxes = boxes_of_ranks(option.order);
-    std::string lacks = place_stages(option, boxes);
-    if (!lacks.empty() && option.pipeline > 1 && request_.split.empty() && some_fit(option)) {
-      if (divide(option, boxes, /*by_memory=*/true).ok()) lacks = place_stages(option, boxes);
+    std::string lacks;
+    if (request_.chunks.value_or(1) == 1) {
+      lacks = place_stages(option, boxes);
+      if (!lacks.empty() && option.pipeline > 1 && request_.split.empty() && some_fit(option)) {
+        if (divide(option, boxes, /*by_memory=*/true).ok()) lacks = place_stages(option, boxes);
+      }
+    } else if (!may_loop(option)) {
+      return "it has no chunks";
     }
+    if (may_loop(option) && (!lacks.empty() || request_.chunks))
+      lacks = place_chunks(option, boxes);
     if (lacks.empty()) return {};
     uint64_t over = 0;
     for (const RankNeed& rank : option.ranks) {
@@ -573,7 +623,43 @@ class ClusterPlanner {
   }
 
   plan::Pipeline pipeline_of(const ClusterOption& option, uint32_t rank) const {
-    return {{option.begins, option.replicas, 1, option.folds}, rank, option.ahead};
+    return {{option.begins, option.replicas, option.chunks, option.folds}, rank, option.ahead};
+  }
+
+  /// The fewest chunks for which all have memory, as the trainer finds them; else the most.
+  std::string place_chunks(ClusterOption& option, const std::vector<uint32_t>& boxes) {
+    const auto units = static_cast<uint32_t>(units_.size());
+    const uint32_t most = units / option.pipeline;
+    option.folds = option.uneven = false;
+    option.ahead = 0;
+    std::string lacks = "too few parts for so many chunks";
+    for (option.chunks = request_.chunks.value_or(2); option.chunks <= most; ++option.chunks) {
+      auto begins = plan::divide_units(stage_costs(), option.pipeline * option.chunks);
+      option.begins = std::move(*begins);
+      lacks = place_ranks(option, boxes);
+      if (lacks.empty() || request_.chunks) return lacks;
+    }
+    --option.chunks;
+    return lacks;
+  }
+
+  /// Every rank's memory for its stage.
+  std::string place_ranks(ClusterOption& option, const std::vector<uint32_t>& boxes) const {
+    std::map<std::pair<uint32_t, uint32_t>, MemoryNeed> needs;  // by kind and stage
+    std::string lacks;
+    option.ranks.clear();
+    for (uint32_t rank = 0; rank < boxes.size(); ++rank) {
+      const uint32_t stage = rank / option.replicas;
+      const Machine& machine = rank_machines_[boxes[rank]];
+      const auto [at, fresh] = needs.try_emplace({kind_of_[boxes[rank]], stage});
+      if (fresh) at->second = need_of(option, machine, pipeline_of(option, rank));
+      add_rank(option, boxes[rank], stage, at->second);
+      const std::string lack = lack_of(option, at->second, machine);
+      if (!lack.empty() && lacks.empty()) {
+        lacks = fmt::format("{}: {}", cluster_.boxes[boxes[rank]].name, lack);
+      }
+    }
+    return lacks;
   }
 
   /// As the trainer does: of one stage all ranks make one plan, for the least of their limits.
@@ -606,11 +692,7 @@ class ClusterPlanner {
       }
     }
     option.ahead = lacks.empty() ? plan::most_ahead(costs) : 0;
-    option.ranks.clear();
-    for (uint32_t rank = 0; rank < ranks; ++rank) {
-      add_rank(option, boxes[rank], rank / option.replicas,
-               need_of(option, rank_machines_[boxes[rank]], pipeline_of(option, rank)));
-    }
+    place_ranks(option, boxes);
     return lacks;
   }
 
@@ -696,19 +778,16 @@ class ClusterPlanner {
     StepOptions options = options_of(option);
     options.ranks = options.machines = option.replicas;
     const ModelShape model = model_of(option);
-    std::map<std::pair<uint32_t, uint32_t>, StageTimes> known;  // by kind and stage
-    for (uint32_t rank = 0; rank < boxes.size(); ++rank) {
-      const uint32_t stage = load.stage(rank);
-      const auto [at, fresh] = known.try_emplace({kind_of_[boxes[rank]], stage});
-      if (fresh) {
-        const double rate = exchange_rate(
-            std::span(boxes).subspan(size_t{stage} * option.replicas, option.replicas));
-        SI_ASSIGN_OR_RETURN(at->second,
-                            stage_times(model.stage(option.begins[stage], option.begins[stage + 1]),
-                                        with_network(rank_machines_[boxes[rank]], rate), options));
-        at->second.exchange_s += tied_s(option, boxes, stage);
+    std::map<std::pair<uint32_t, uint32_t>, StageTimes> known;  // by kind and part
+    for (uint32_t part = 0; part < option.pipeline * option.chunks; ++part) {
+      for (uint32_t replica = 0; replica < option.replicas; ++replica) {
+        const uint32_t rank = load.rank_of(part, replica);
+        const auto [at, fresh] = known.try_emplace({kind_of_[boxes[rank]], part});
+        if (fresh) {
+          SI_ASSIGN_OR_RETURN(at->second, times_of(option, boxes, rank, part, model, options));
+        }
+        load.times.push_back(at->second);
       }
-      load.times.push_back(at->second);
     }
     if (request_.short_gradient < 1) {
       option.exposed = load.shorts.last = exposed_gradients(load, cluster_);
@@ -718,12 +797,56 @@ class ClusterPlanner {
     option.bound_by =
         fmt::format("{}, {:.0f} % of the step", times.bound_by, 100 * times.bound_share);
     option.spans = std::move(times.spans);
-    for (size_t rank = 0; rank < boxes.size(); ++rank) {
-      add_life(option, rank, load.times[rank].bytes);
-      option.exchange_bytes = std::max(option.exchange_bytes, load.times[rank].bytes.ranks_sent);
+    for (uint32_t rank = 0; rank < boxes.size(); ++rank) {
+      StepBytes bytes;
+      for (uint32_t chunk = 0; chunk < option.chunks; ++chunk) {
+        bytes.drive_written += load.of(rank, chunk).bytes.drive_written;
+        bytes.ranks_sent += load.of(rank, chunk).bytes.ranks_sent;
+      }
+      add_life(option, rank, bytes);
+      option.exchange_bytes = std::max(option.exchange_bytes, bytes.ranks_sent);
     }
-    option.boundary_bytes = load.message_bytes * *std::ranges::max_element(load.micro_batches);
+    // Between two stages the way from the last one back to the first is the same boundary.
+    const uint32_t around = option.pipeline == 2 ? load.senders() - 1 - option.chunks : 0;
+    option.boundary_bytes = (option.chunks + around) * load.message_bytes *
+                            *std::ranges::max_element(load.micro_batches);
     return {};
+  }
+
+  /// What a rank does with a part of the model.
+  Result<StageTimes> times_of(const ClusterOption& option, const std::vector<uint32_t>& boxes,
+                              uint32_t rank, uint32_t part, const ModelShape& model,
+                              StepOptions options) const {
+    const uint32_t stage = rank / option.replicas;
+    const uint32_t chunk = part / option.pipeline;
+    const double rate =
+        exchange_rate(std::span(boxes).subspan(size_t{stage} * option.replicas, option.replicas));
+    const plan::Pipeline pipeline = pipeline_of(option, rank);
+    const MemoryNeed& need = option.ranks[rank].need;
+    const auto units = [&](uint32_t first, uint32_t end) {
+      return static_cast<double>(
+          plan::elements_of(std::span(need.units).subspan(first), end - first));
+    };
+    uint32_t first = static_cast<uint32_t>(need.units.size());
+    for (uint32_t c = option.chunks; c-- > chunk;) first -= pipeline.end(c) - pipeline.begin(c);
+    const uint32_t end = first + pipeline.end(chunk) - pipeline.begin(chunk);
+    const double mine = units(first, end);
+    if (need.gradients_spilled) {
+      const double share = mine / units(0, static_cast<uint32_t>(need.units.size()));
+      options.gradient_memory_bytes =
+          static_cast<uint64_t>(share * static_cast<double>(need.plan.gradient_memory_bytes));
+    }
+    SI_ASSIGN_OR_RETURN(StageTimes times,
+                        stage_times(model.stage(pipeline.begin(chunk), pipeline.end(chunk)),
+                                    with_network(rank_machines_[boxes[rank]], rate), options));
+    if (part + 1 == option.pipeline * option.chunks)
+      times.exchange_s += tied_s(option, boxes, stage);
+    const auto beyond = [&](uint32_t stay) {
+      return stay >= end ? 0 : units(std::max(stay, first), end) / mine;
+    };
+    times.read_s *= beyond(need.plan.placement.in_memory);
+    times.fetch_s *= beyond(need.plan.placement.on_accelerator);
+    return times;
   }
 
   const Cluster& cluster_;
@@ -775,7 +898,10 @@ std::string option_text(const ClusterPlan& plan, const ClusterOption& option) {
     text = option.replicas == 1 ? "one rank"
                                 : fmt::format("{} ranks, each the whole model", option.replicas);
   } else {
-    text = fmt::format("{} stages of {} layers", option.pipeline, layers_text(plan, option, " + "));
+    text = option.chunks > 1
+               ? fmt::format("{} stages of {} chunks by turns", option.pipeline, option.chunks)
+               : fmt::format("{} stages of {} layers", option.pipeline,
+                             layers_text(plan, option, " + "));
     if (option.folds) text += ", the head on the first";
     if (option.replicas > 1) text += fmt::format(", {} replicas", option.replicas);
   }

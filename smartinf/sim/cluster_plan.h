@@ -24,6 +24,7 @@ struct ClusterRequest {
   std::optional<uint32_t> pipeline;
   std::optional<uint64_t> micro_batch;
   std::optional<bool> recompute;
+  std::optional<uint32_t> chunks;  // of a stage: ranks.chunks
   std::string split;          // layers of each of `pipeline` stages, "9, 8, 8, 7"
   std::optional<bool> folds;  // plan::Stages::folds
   bool all_boxes = false;  // fewer than all are not tried, and their order is kept: as they run
@@ -49,6 +50,7 @@ struct ClusterOption {
   uint64_t micro_batch = 1;   // sequences
   uint32_t accumulation = 1;  // micro batches of a step, of all replicas
   uint32_t ahead = 0;
+  uint32_t chunks = 1;  // of a stage; of several the weights come from devices, as memory wants
   bool recompute = true;
   std::vector<uint32_t> order;   // boxes, the first has rank 0
   std::vector<uint32_t> begins;  // first unit of each part, and the number of units
@@ -83,7 +85,8 @@ inline constexpr size_t kBestMax = 5;
 
 /// Tries all (pipeline, replicas, micro batch, activations), each with the best order of boxes and
 /// the division of layers in which the slowest stage takes least, by its boxes' computing, drives,
-/// links and memory. That is one of equal computing where it gains less than 1 %. Ways are tried by
+/// links and memory. That is one of equal computing where it gains less than 1 %. Stages that have
+/// no memory for their weights have the fewest chunks for which it is enough. Ways are tried by
 /// memory as `smartinf train` plans it, then by least_step_s(), then on the virtual clock. The same
 /// on every machine. Errors: kInvalidArgument for tokens that are not whole sequences; those of
 /// check_train_can and simulate_step.

@@ -201,6 +201,47 @@ TEST(ClusterPlan, MoreMemoryNeverTurnsAFitIntoAMisfit) {
   EXPECT_EQ(changes, 1u) << "both are among them";
 }
 
+TEST(ClusterPlan, StagesLargerThanMemoryStreamTheirWeights) {
+  // 16 GB of weights, and as much of gradients.
+  const ModelShape model = model_named("llama3-8B");
+  for (const bool gpus : {true, false}) {
+    Cluster cluster = boxes_of(2, 100);
+    for (Box& box : cluster.boxes) {
+      if (!gpus) box.machine.gpu.name = "none";
+      box.machine.host.memory_bytes = 16'000'000'000;
+      box.machine.gpu.memory_bytes = 16'000'000'000;
+    }
+    ClusterRequest request;
+    request.pipeline = 2;
+    const ClusterPlan plan = plan_of(model, cluster, 32 * 2048, request);
+    ASSERT_FALSE(plan.best.empty()) << plan.lacks;
+    const ClusterOption& best = plan.best.front();
+    EXPECT_GT(best.chunks, 1u);
+    EXPECT_TRUE(best.recompute);
+    EXPECT_LE(best.least_s, best.step_s * 1.0001);
+    EXPECT_EQ(best.boundary_bytes, uint64_t{2} * 32 * 2048 * 4096 * (2 * best.chunks - 1));
+    for (const RankNeed& rank : best.ranks) {
+      EXPECT_LE(rank.need.host_bytes, 16'000'000'000u);
+      EXPECT_LE(rank.need.gpu_bytes, 16'000'000'000u);
+      EXPECT_GT(rank.need.units_from_devices() + rank.need.units_from_host(), 0u);
+    }
+    const auto recipe = cluster_recipe(plan, best);
+    ASSERT_TRUE(recipe.ok());
+    EXPECT_THAT(*recipe, HasSubstr(fmt::format("pipeline = 2\nchunks = {}\n", best.chunks)));
+    EXPECT_THAT(*recipe, HasSubstr("activations = \"recompute\""));
+    EXPECT_THAT(option_text(plan, best), HasSubstr("chunks by turns"));
+    // Where drives are slow their reading is seen.
+    for (Box& box : cluster.boxes) {
+      for (DeviceGroup& device : box.machine.devices) device.read_bytes_per_s /= 100;
+    }
+    request.chunks = best.chunks;
+    request.micro_batch = best.micro_batch;
+    const ClusterPlan slow = plan_of(model, cluster, 32 * 2048, request);
+    ASSERT_FALSE(slow.best.empty());
+    EXPECT_GT(slow.best.front().step_s, 2 * best.step_s);
+  }
+}
+
 TEST(ClusterPlan, WhatCannotBeIsRefused) {
   ClusterRequest request;
   request.tokens_per_step = 1000;

@@ -312,6 +312,25 @@ TEST(MeasuredClusters, AnnealingFindsTheBestOrderOfLinksThatDiffer) {
   }
 }
 
+TEST(MeasuredClusters, AnotherOrderOnOneUniformFabricHasNothingToGain) {
+  Cluster cluster = fabric(16);
+  const auto machine = load_machine("workstation-gen4");
+  for (Box& box : cluster.boxes) box.machine = *machine;
+  auto model = model_preset("llama3-1B");
+  ClusterRequest request;
+  request.tokens_per_step = 64 * model->sequence;
+  for (const uint32_t stages : {2u, 4u, 8u, 16u}) {
+    request.pipeline = stages;
+    const auto plan = plan_cluster(*model, cluster, request);
+    ASSERT_TRUE(plan.ok() && !plan->best.empty()) << stages;
+    for (const ClusterOption& option : plan->best) {
+      EXPECT_FALSE(option.reordered) << order_text(*plan, option);
+    }
+    const std::string text = order_text(*plan, plan->best.front());
+    EXPECT_NE(text.find("nothing to gain"), std::string::npos) << text;
+  }
+}
+
 /// Seconds of this process's cores for the whole search.
 double planned_in_s(Cluster cluster, uint64_t micro_batches) {
   const auto machine = load_machine("workstation-gen4");

@@ -54,6 +54,14 @@ uint64_t gradient_bytes_of(const Machine& machine, const StepOptions& options) {
   return options.value_bytes == 4 ? 4 : machine.software.gradient_bytes;
 }
 
+/// Of all that wait for the update on a rank; of a stage those that it adds up, whoever has the
+/// state.
+uint64_t all_gradient_bytes(uint64_t parameters, uint64_t of_stage, const Machine& machine,
+                            const StepOptions& options) {
+  const uint64_t each = gradient_bytes_of(machine, options);
+  return std::max(of_one_rank(each * parameters, machine, options), each * of_stage);
+}
+
 uint64_t cache_bytes(uint64_t parameters, const StepOptions& options) {
   const auto planes = kernels::rule_planes(options.rule);
   return std::min(options.state_cache_bytes, plan::state_bytes(options.format, planes, parameters));
@@ -116,11 +124,11 @@ std::vector<plan::Unit> python_units(const ModelShape& model) {
 }
 
 /// Decides what stays in memory and what streams, from the same inputs as train::plan_run. Sets the
-/// padding of slots in memory. parameters: of the whole model; memory.model is a stage's of a
-/// pipeline. buffers_budget: engine.memory_budget.
+/// padding of slots in memory. parameters: of the whole model; memory.model is a stage's of so many
+/// chunks, 0: of no pipeline. buffers_budget: engine.memory_budget.
 plan::TrainingPlan place(plan::TrainingMemoryInput& memory, uint64_t parameters,
                          const Machine& machine, const StepOptions& options, const TrainingUse& use,
-                         uint64_t buffers_budget) {
+                         uint64_t buffers_budget, uint32_t chunks = 0) {
   plan::TrainingPlanInput input;
   const Software& software = machine.software;
   uint64_t optimizer_bytes = memory.optimizer_bytes;
@@ -138,8 +146,8 @@ plan::TrainingPlan place(plan::TrainingMemoryInput& memory, uint64_t parameters,
     if (compressed) {
       optimizer_bytes += kCompressionBytes * parameters;
     } else {
-      input.gradient_bytes =
-          of_one_rank(gradient_bytes_of(machine, options) * parameters, machine, options);
+      input.gradient_bytes = all_gradient_bytes(
+          parameters, chunks > 0 ? memory.model.parameters : 0, machine, options);
       if (software.gradient_spilled) input.gradient_limit_bytes = 0;
       input.gradient_limit_bytes = std::min(input.gradient_limit_bytes, use.gradient_budget);
     }
@@ -154,10 +162,13 @@ plan::TrainingPlan place(plan::TrainingMemoryInput& memory, uint64_t parameters,
   } else {
     input.spools = machine.device_count() >= options.ranks / options.machines;
   }
-  if (memory.model.parameters != parameters) {  // what its stage adds up, whoever has the state
-    input.gradient_bytes = std::max(input.gradient_bytes,
-                                    gradient_bytes_of(machine, options) * memory.model.parameters);
-    input.streams = base::Status(base::ErrorCode::kUnsupported, "a stage keeps all in memory");
+  if (chunks > 0) {
+    input.spools = false;
+    // Subgroups in which a chunk meets those of other stages.
+    input.memory.optimizer_bytes += (chunks - 1) * memory.slot_padding_bytes;
+    if (chunks == 1) {
+      input.streams = base::Status(base::ErrorCode::kUnsupported, "a stage keeps all in memory");
+    }
   }
   if (machine.host.memory_bytes > 0) input.host_limit_bytes = host_limit_bytes(machine, options);
   if (memory.gpu && machine.gpu.memory_bytes > 0) {
@@ -226,12 +237,15 @@ MemoryNeed memory_need(const ModelShape& model, const Machine& machine, const St
   if (python) input.process_bytes += kTransformersBytes;
   if (input.gpu) input.process_bytes += kCudaHostBytes;
   MemoryNeed need;
-  input.units = need.units = python ? python_units(model) : model.units();
+  input.units = python ? python_units(model) : model.units();
   if (pipeline.on()) plan::take_stage(pipeline, input);
+  need.of_stage = pipeline.on();
+  need.units = input.units;
   input.gradient_copies_elements = plan::gradient_copies_elements(input.model, input.units);
   need.plan = use.streamed
                   ? place_streamed(input, machine, options, use, need.memory_budget)
-                  : place(input, parameters, machine, options, use, plan::kMemoryBudgetBytes);
+                  : place(input, parameters, machine, options, use, plan::kMemoryBudgetBytes,
+                          pipeline.on() ? pipeline.stages.chunks : 0);
   input.placement = need.plan.placement;
   input.inputs_in_memory = need.plan.inputs_in_memory;
   if (!need.plan.streams) input.units.clear();
@@ -245,10 +259,11 @@ MemoryNeed memory_need(const ModelShape& model, const Machine& machine, const St
   need.host_parts = memory.host;
   if (more_ranks > 0) need.host_parts.push_back({"the other ranks", of_more});
 
-  const uint64_t gradients =
-      compressed_here || use.in_memory || pipeline.on()
-          ? 0
-          : of_one_rank(gradient_bytes_of(machine, options) * parameters, machine, options);
+  const bool stays = pipeline.on() && pipeline.stages.chunks == 1;
+  const uint64_t of_stage = pipeline.on() ? input.model.parameters : 0;
+  const uint64_t gradients = compressed_here || use.in_memory || stays
+                                 ? 0
+                                 : all_gradient_bytes(parameters, of_stage, machine, options);
   const bool spilled = need.gradients_spilled = need.plan.gradient_memory_bytes < gradients;
   const auto over = [](uint64_t needed, uint64_t have) { return have > 0 && needed > have; };
   need.expected_host_bytes = need.host_bytes;
@@ -322,7 +337,7 @@ std::string shortfall_of(const MemoryNeed& need, const Machine& machine, const S
                       : "smartinf train computes on one GPU for each rank";
   }
   if (machine.gpu.count < ranks) return "there is not a GPU for each rank";
-  if (options.ranks > 1 && need.plan.streams) {
+  if (options.ranks > 1 && need.plan.streams && !need.of_stage) {
     return "several ranks do not stream weights to accelerators";
   }
   return text;

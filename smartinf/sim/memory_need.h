@@ -42,7 +42,8 @@ struct MemoryNeed {
   plan::TrainingPlan plan;
   bool gradients_spilled = false;  // not all of them stay in memory until they are updated
   uint64_t memory_budget = 0;      // of a streamed model of Python, to give
-  std::vector<plan::Unit> units;   // that it places
+  std::vector<plan::Unit> units;   // that it places: of a stage its own, one behind another
+  bool of_stage = false;           // of a pipeline
 
   /// Units whose weights come from the devices, and those that do not stay on the GPU but in the
   /// host's memory.

@@ -31,6 +31,20 @@ Link link_of(const Cluster& cluster, uint32_t from, uint32_t to) {
   return near;
 }
 
+/// All chunks of a rank.
+StageTimes stage_of(const PipelineLoad& load, uint32_t rank) {
+  StageTimes sum = load.of(rank, 0);
+  for (uint32_t chunk = 1; chunk < load.chunks; ++chunk) {
+    const StageTimes& times = load.of(rank, chunk);
+    sum.forward_s += times.forward_s;
+    sum.backward_s += times.backward_s;
+    sum.exchange_s += times.exchange_s;
+    sum.update_s += times.update_s;
+    sum.sync_s += times.sync_s;
+  }
+  return sum;
+}
+
 class PipelineGraph {
  public:
   PipelineGraph(const PipelineLoad& load, const Cluster& cluster, bool trace)
@@ -39,7 +53,7 @@ class PipelineGraph {
       computing_.push_back(graph_.add_resource(fmt::format("rank {}", rank)));
     }
     channels_.resize(load.ranks(), {kNone, kNone});
-    updated_.resize(load.ranks(), kNone);
+    updated_.resize(load.ranks(), std::vector<TaskIndex>(load.chunks, kNone));
     packed_.resize(load.ranks(), kNone);
     synced_.resize(load.ranks(), kNone);
   }
@@ -64,7 +78,6 @@ class PipelineGraph {
 
  private:
   using Action = plan::PipelineAction;
-  static constexpr size_t kKinds = 4;  // of actions: of the stage and of a folded head
   static size_t kind_of(bool back, uint32_t chunk) { return 2 * chunk + (back ? 1 : 0); }
   struct Label {
     TaskIndex task = kNone;
@@ -76,7 +89,7 @@ class PipelineGraph {
     TaskIndex ready = kNone;   // what it made may be sent, and the rank go on
   };
 
-  using Made = std::array<std::vector<Computed>, kKinds>;
+  using Made = std::vector<std::vector<Computed>>;  // by kind_of(), of the stage and a folded head
 
   static Stage seconds(double value, const std::vector<Use>& uses) {
     if (uses.empty()) return Stage(0, {}, value);
@@ -93,35 +106,76 @@ class PipelineGraph {
 
   /// All ranks' actions of a step; returns the end of all backwards.
   TaskIndex add_step(uint32_t step) {
-    std::vector<Made> made(load_.ranks());
+    std::vector<Made> made(load_.ranks(), Made(2 * (size_t{load_.chunks} + 1)));
     std::vector<std::vector<Action>> actions;
     for (uint32_t rank = 0; rank < load_.ranks(); ++rank) {
-      actions.push_back(plan::pipeline_actions(load_.stages, load_.stage(rank), load_.batches(rank),
-                                               load_.ahead, load_.folds()));
+      actions.push_back(load_.chunks > 1 ? plan::looped_actions(load_.chunks, load_.batches(rank))
+                                         : plan::pipeline_actions(load_.stages, load_.stage(rank),
+                                                                  load_.batches(rank), load_.ahead,
+                                                                  load_.folds()));
       compute(rank, actions.back(), made[rank]);
+      if (load_.chunks > 1) bring_weights(rank, made[rank]);
     }
     for (uint32_t rank = 0; rank < load_.ranks(); ++rank) {
       for (const Action& action : actions[rank]) send(rank, action, made);
     }
     const TaskIndex end = graph_.add_task({}, {});
     for (uint32_t rank = 0; rank < load_.ranks(); ++rank) {
-      const StageTimes& times = load_.times[rank];
-      const TaskIndex exchanged = graph_.add_task({seconds(times.exchange_s, {})},
-                                                  {made[rank][1].back().ready, synced_[rank]});
-      label(exchanged, rank, "gradients");
+      TaskIndex exchanged = synced_[rank];
+      for (uint32_t chunk = load_.chunks; chunk-- > 0;) {
+        exchanged = graph_.add_task({seconds(load_.of(rank, chunk).exchange_s, {})},
+                                    {made[rank][kind_of(true, chunk)].back().ready, exchanged});
+        label(exchanged, rank, "gradients");
+      }
       graph_.add_dependency(end, exchanged);
     }
     for (uint32_t rank = 0; rank < load_.ranks(); ++rank) {
-      const StageTimes& times = load_.times[rank];
-      std::vector<Use> uses;
-      if (times.update_cores > 0) uses.push_back({computing_[rank], times.update_cores * kTick});
-      uses.push_back({updating(rank), kTick});
-      updated_[rank] = graph_.add_task({seconds(times.update_s, uses)}, {end});
-      label(updated_[rank], rank, fmt::format("update {}", step));
-      synced_[rank] = graph_.add_task({seconds(times.sync_s, {})}, {updated_[rank]});
+      TaskIndex before = end;
+      double sync_s = 0;
+      for (uint32_t chunk = 0; chunk < load_.chunks; ++chunk) {
+        const StageTimes& times = load_.of(rank, chunk);
+        std::vector<Use> uses;
+        if (times.update_cores > 0) uses.push_back({computing_[rank], times.update_cores * kTick});
+        uses.push_back({updating(rank), kTick});
+        before = graph_.add_task({seconds(times.update_s, uses)}, {before});
+        label(before, rank, fmt::format("update {}", step));
+        updated_[rank][chunk] = before;
+        sync_s += times.sync_s;
+      }
+      synced_[rank] = graph_.add_task({seconds(sync_s, {})}, {before});
       started_ = end;
     }
     return end;
+  }
+
+  /// Weights of chunks come while the chunk before is computed with: in forward from the update,
+  /// which makes them as there is room, in backward from the devices, once they are committed.
+  void bring_weights(uint32_t rank, const Made& made) {
+    const auto chunks = static_cast<int>(load_.chunks);
+    TaskIndex brought = kNone;
+    const auto kind_at = [&](int i) {
+      return i < chunks ? kind_of(false, static_cast<uint32_t>(i))
+                        : kind_of(true, static_cast<uint32_t>(2 * chunks - 1 - i));
+    };
+    for (int i = 0; i < 2 * chunks; ++i) {
+      const bool back = i >= chunks;
+      const auto chunk = static_cast<uint32_t>(back ? 2 * chunks - 1 - i : i);
+      const StageTimes& times = load_.of(rank, chunk);
+      const bool reads = (back || !load_.late) && times.read_s > 0;
+      const TaskIndex room = i < 2 ? kNone : made[kind_at(i - 2)].back().task;
+      if (!back && load_.late && times.read_s > 0 && updated_[rank][chunk] != kNone &&
+          room != kNone) {
+        graph_.add_dependency(updated_[rank][chunk], room);
+      }
+      std::vector<Use> uses;
+      if (reads) uses.push_back({updating(rank), kTick});
+      const double takes_s = std::max(reads ? times.read_s : 0, times.fetch_s);
+      if (takes_s == 0) continue;
+      brought = graph_.add_task({seconds(takes_s, uses)},
+                                {brought, room, reads ? synced_[rank] : kNone, started_});
+      label(brought, rank, fmt::format("weights {}", chunk));
+      graph_.add_dependency(made[kind_at(i)].front().task, brought);
+    }
   }
 
   uint32_t updating(uint32_t rank) {
@@ -131,11 +185,11 @@ class PipelineGraph {
   }
 
   void compute(uint32_t rank, const std::vector<Action>& actions, Made& made) {
-    TaskIndex last = load_.late ? started_ : updated_[rank];
+    TaskIndex last = load_.late ? started_ : updated_[rank].back();
     for (const Action& action : actions) {
       const bool back = action.kind == Action::Kind::kBackward;
-      const bool head = action.chunk > 0;
-      const StageTimes& times = load_.times[rank];
+      const bool head = load_.folds() && action.chunk > 0;
+      const StageTimes& times = load_.of(rank, head ? 0 : action.chunk);
       double takes_s = back ? times.backward_s : times.forward_s;
       if (head) takes_s = back ? load_.head_s[rank] : 0;
       Computed& one = made[kind_of(back, action.chunk)].emplace_back();
@@ -143,8 +197,9 @@ class PipelineGraph {
       one.task = graph_.add_task({seconds(takes_s, {{computing_[rank], kTick}})}, {last});
       label(one.task, rank, fmt::format("{}{}", head ? "H" : back ? "B" : "F", action.micro_batch));
       // Of the first forward each part waits for its own new weights.
-      const bool first = !back && !head && action.micro_batch == 0 && updated_[rank] != kNone;
-      one.ready = first ? graph_.add_task({}, {one.task, updated_[rank]}) : one.task;
+      const bool first = !back && !head && action.micro_batch == 0;
+      const TaskIndex updated = first ? updated_[rank][action.chunk] : kNone;
+      one.ready = updated != kNone ? graph_.add_task({}, {one.task, updated}) : one.task;
       last = one.ready;
     }
   }
@@ -157,7 +212,7 @@ class PipelineGraph {
   /// What an action made, on its way to the neighbour that needs it.
   void send(uint32_t rank, const Action& action, std::vector<Made>& made) {
     const bool back = action.kind == Action::Kind::kBackward;
-    const uint32_t sender = action.chunk > 0 ? load_.stages : load_.stage(rank);
+    const uint32_t sender = action.chunk * load_.stages + load_.stage(rank);
     if (back ? sender == 0 : sender + 1 == load_.senders()) return;
     const uint32_t getter = back ? sender - 1 : sender + 1;
     const uint32_t to = load_.rank_of(getter, rank % load_.replicas);
@@ -235,13 +290,15 @@ class PipelineGraph {
     };
     for (uint32_t rank = 0; rank < load_.ranks(); ++rank) {
       const std::string& box = cluster_.boxes[load_.box[rank]].name;
-      const StageTimes& of = load_.times[rank];
+      const StageTimes of = stage_of(load_, rank);
       const double head_s = rank < load_.head_s.size() ? load_.head_s[rank] : 0;
       const double alone_s =
           static_cast<double>(load_.batches(rank)) * (of.forward_s + of.backward_s + head_s);
       times.computing.push_back(alone_s / (to_s - from_s));
       take(alone_s, fmt::format("computing on {}", box));
       take(of.update_s + of.sync_s, fmt::format("the update on {} ({})", box, of.bound_by));
+      const double reading_s = graph_.busy_s(updating_.at(rank), from_s, to_s);
+      if (load_.chunks > 1) take(reading_s, fmt::format("the devices of {}", box));
       take(of.exchange_s, fmt::format("gradients of {}, on their way", box));
     }
     for (const auto& [ends, resource] : links_) {
@@ -258,7 +315,8 @@ class PipelineGraph {
   std::map<uint32_t, uint32_t> updating_;
   std::map<std::pair<uint32_t, uint32_t>, uint32_t> links_;
   std::vector<std::array<TaskIndex, 2>> channels_;  // the message before, of each rank and way
-  std::vector<TaskIndex> updated_, synced_;         // of the step before, by rank
+  std::vector<std::vector<TaskIndex>> updated_;     // of the step before, by rank and chunk
+  std::vector<TaskIndex> synced_;                   // likewise, by rank
   std::vector<TaskIndex> packed_;                   // the short gradient before, by rank
   TaskIndex started_ = kNone;
   std::vector<Label> labels_;
@@ -267,10 +325,10 @@ class PipelineGraph {
 }  // namespace
 
 PipelineTimes simulate_pipeline(const PipelineLoad& load, const Cluster& cluster, bool trace) {
-  SI_CHECK(load.ranks() == load.stages * load.replicas && load.box.size() == load.times.size(),
+  SI_CHECK(load.box.size() == load.ranks() && load.times.size() == load.chunks * load.box.size(),
            "a rank without a stage");
   const uint64_t most = *std::ranges::max_element(load.micro_batches);
-  if (most <= kBatchesMax) return PipelineGraph(load, cluster, trace).run();
+  if (most <= kBatchesMax || load.chunks > 1) return PipelineGraph(load, cluster, trace).run();
   const auto with = [&](uint64_t batches, bool traced) {
     PipelineLoad fewer = load;
     for (uint64_t& of : fewer.micro_batches) of = of - most + batches;

@@ -15,11 +15,12 @@ namespace smartinf::sim {
 struct PipelineLoad {
   uint32_t stages = 1;
   uint32_t replicas = 1;
-  uint32_t ahead = 0;  // plan::pipeline_actions()
+  uint32_t ahead = 0;   // plan::pipeline_actions()
+  uint32_t chunks = 1;  // of a stage; of several: plan::looped_actions()
   /// Every exchange is waited for by both ends, as in torch's and Megatron's pipelines.
   bool waits = false;
   bool late = true;               // the update runs beside the next step's first forward
-  std::vector<StageTimes> times;  // of each rank
+  std::vector<StageTimes> times;  // of each rank, and behind these of each one's next chunk
   /// Of each replica of the first stage: forward and backward of a head that is folded
   /// (plan/pipeline_schedule.h); empty: none is.
   std::vector<double> head_s = {};
@@ -36,13 +37,16 @@ struct PipelineLoad {
   uint64_t forward_bytes = 0;  // of an activation in a short form; 0: message_bytes
 
   bool folds() const { return !head_s.empty(); }
-  /// Senders of messages back: stages, and a folded head behind the last.
-  uint32_t senders() const { return stages + (folds() ? 1 : 0); }
+  /// Senders of messages back: parts of the model, and a folded head behind the last.
+  uint32_t senders() const { return chunks * stages + (folds() ? 1 : 0); }
   /// The rank of a sender.
   uint32_t rank_of(uint32_t sender, uint32_t replica) const {
     return sender % stages * replicas + replica;
   }
-  uint32_t ranks() const { return static_cast<uint32_t>(times.size()); }
+  uint32_t ranks() const { return stages * replicas; }
+  const StageTimes& of(uint32_t rank, uint32_t chunk) const {
+    return times[chunk * ranks() + rank];
+  }
   uint32_t stage(uint32_t rank) const { return rank / replicas; }
   uint64_t batches(uint32_t rank) const { return micro_batches[rank % replicas]; }
 };

@@ -61,6 +61,35 @@ TEST(PipelineStep, ABubbleIsThatOf1F1B) {
   }
 }
 
+TEST(PipelineStep, ABubbleOfChunksIsThatOfBreadthFirst) {
+  // (P - 1) of V M + P - 1, as published (Lamy-Poirier 2022): of V chunks a V-th of 1F1B's.
+  for (const uint32_t stages : {2u, 4u}) {
+    for (const uint32_t chunks : {2u, 3u, 8u}) {
+      for (const uint64_t micro_batches : {4, 9}) {
+        Case one(stages, micro_batches, 1, 2);
+        one.load.chunks = chunks;
+        const std::vector<StageTimes> of_chunk = one.load.times;
+        const auto step_s = [&](double read_s) {
+          one.load.times.clear();
+          for (uint32_t chunk = 0; chunk < chunks; ++chunk) {
+            one.load.times.insert(one.load.times.end(), of_chunk.begin(), of_chunk.end());
+          }
+          for (StageTimes& times : one.load.times) times.read_s = read_s;
+          return simulate_pipeline(one.load, one.cluster).step_s;
+        };
+        const auto busy = static_cast<double>(chunks * micro_batches);
+        EXPECT_NEAR(step_s(0), (busy + stages - 1) * (1 + 2), 1e-6);
+        // Weights are read while the chunk before computes; where that takes longer it sets the
+        // pace, in backward: in forward the update gives them.
+        EXPECT_NEAR(step_s(static_cast<double>(micro_batches)), step_s(0), 1e-6);
+        const double reading = 5 * static_cast<double>(micro_batches);
+        EXPECT_GE(step_s(reading), chunks * reading);
+        EXPECT_LE(step_s(reading), chunks * reading + (busy + stages - 1) * (1 + 2));
+      }
+    }
+  }
+}
+
 TEST(PipelineStep, MessagesThatTakeNoLongerThanComputingAreHidden) {
   const auto each_s = [](uint32_t stages, uint64_t message_s, bool waits) {
     Case many(stages, 40, 4, 4, message_s), few(stages, 30, 4, 4, message_s);

@@ -188,7 +188,8 @@ std::string recipe_text(const RecipeParts& parts) {
     engine += fmt::format("subgroup_elements = {}\n", options.subgroup_elements);
   }
   const bool compressed = options.method == Method::kSmartComp;
-  if (parts.need.plan.streams || (parts.machine.software.gradient_spilled && !compressed)) {
+  if ((parts.need.plan.streams && !parts.need.of_stage) ||
+      (parts.machine.software.gradient_spilled && !compressed)) {
     engine += fmt::format("gradient_budget = {}\n", parts.need.plan.gradient_memory_bytes);
   }
   if (!engine.empty()) text += "\n[engine]\n" + engine;
@@ -272,6 +273,7 @@ Result<std::string> cluster_recipe(const ClusterPlan& plan, const ClusterOption&
   if (gpu > 0) parts.limits += fmt::format("accelerator = {}\n", gpu);
   if (option.pipeline > 1) {
     parts.more = fmt::format("\n[ranks]\npipeline = {}\n", option.pipeline);
+    if (option.chunks > 1) parts.more += fmt::format("chunks = {}\n", option.chunks);
     if (option.uneven) parts.more += fmt::format("split = \"{}\"\n", split_text(plan, option));
   }
   return recipe_text(parts);

@@ -153,6 +153,9 @@ Result<StageTimes> stage_times(const ModelShape& model, const Machine& machine,
   times.exchange_s = std::max(0.0, step.backward_s - batches * times.backward_s);
   times.update_s = step.update_s + std::max(0.0, step.forward_s - batches * times.forward_s);
   times.sync_s = graph.sync_s();
+  StepGraph reading(model, one.machine, one.options, one.exchange);
+  times.read_s = reading.read_alone_s();
+  times.fetch_s = reading.fetch_alone_s();
   times.bytes = step.bytes;
   for (const Utilization& used : step.update) {
     if (used.resource == "cores") times.update_cores = used.share;

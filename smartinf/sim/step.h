@@ -158,6 +158,8 @@ struct StageTimes {
   double update_s = 0;      // until the new weights are there
   double update_cores = 0;  // share of computing's time that the update takes meanwhile
   double sync_s = 0;        // behind it
+  double read_s = 0;        // all its weights from the devices, where no update hands them out
+  double fetch_s = 0;       // and to a GPU
   StepBytes bytes;
   std::string bound_by;  // the update
 };

@@ -19,7 +19,7 @@ inline double cost(double bytes_per_s) { return 1.0 / bytes_per_s; }
 /// Subgroups by device.
 using DeviceSubgroups = std::vector<std::vector<uint32_t>>;
 
-/// Runs once: one of the three. The arguments outlive it and have been checked.
+/// Runs once: one of the four. The arguments outlive it and have been checked.
 class StepGraph {
  public:
   /// exchange: of one of several ranks (one_rank()), whose machine and options the others are.
@@ -38,11 +38,15 @@ class StepGraph {
   /// the update's end meets the next forward inside the graph.
   StepTimes run_overlapped(const DeviceSubgroups& begun, double forward_alone_s,
                            double committed_s);
+  /// All weights from the devices, alone.
+  double read_alone_s();
   /// After run_overlapped(): how long after the step's end its own commit ends.
   double commit_after_step_s() const;
   /// Of a micro batch, alone.
   std::pair<double, double> forward_and_backward_s() const;
   double sync_s() const;
+  /// All weights to the GPU, alone; 0 without one.
+  double fetch_alone_s() const;
 
  private:
   using TaskIndex = EventGraph::TaskIndex;

@@ -56,6 +56,18 @@ StepGraph::TaskIndex StepGraph::read_weights(const Unit& unit, TaskIndex before,
   return all;
 }
 
+double StepGraph::read_alone_s() {
+  TaskIndex last = kNone;
+  for (const Unit& unit : units_) last = read_weights(unit, last, kNone);
+  graph_.run();
+  return graph_.end_s();
+}
+
+double StepGraph::fetch_alone_s() const {
+  const auto bytes = static_cast<double>(parameters_ * machine_.software.weight_bytes);
+  return on_gpu() ? sharers_ * bytes / machine_.gpu.link_bytes_per_s : 0;
+}
+
 /// A unit's weights to where it computes; read: from the devices, if they do not stay in memory.
 /// kNone: they are there.
 StepGraph::TaskIndex StepGraph::bring(size_t u, Walk& walk, bool read) {

@@ -27,8 +27,9 @@ bool has_metis();
 /// most 1/32 more vertices than the mean (kMetis: about so).
 /// Errors: kInvalidArgument, no block or more blocks than vertices; kUnsupported, kMetis without
 /// the library, or with more edges than it numbers.
-/// Source of kStream: Stanton and Kliot 2012 (linear deterministic greedy), breadth first; then
-/// passes in which each vertex moves to the block that has most of its neighbours.
+/// Source of kStream: Stanton and Kliot 2012 (linear deterministic greedy), breadth first, or blocks
+/// of the vertices as they are numbered where these cut fewer edges; then passes in which each
+/// vertex moves to the block that has most of its neighbours.
 base::Result<std::vector<uint32_t>> partition(const Csr& csr, uint32_t blocks,
                                               PartitionMethod method);
 

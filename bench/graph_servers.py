@@ -7,8 +7,9 @@
 Each server is a network namespace, and each of its ranks has one thread and a device below DIR. Every two servers are joined by a veth
 pair of --rates bytes per second in each direction, and a server's ranks by its loopback of --ratio times as many for each (tc tbf). Without --graph an R-MAT
 graph is made. A way is a number of hops to preload, or `sample` (one hop, --fanout neighbours). A line of JSON for each run, with
-the median of its epochs but the first, and with what was predicted: by the plan's counts, the rate of a plain socket between servers, and the seconds of an
-epoch that one process computes. Needs root.
+the median of its epochs but the first, and with what was predicted: by the plan's counts, the rate of a plain socket between servers, and the computing and the rows
+of epochs in one process. Then for each rate whether the chosen number of hops was the fastest of those measured, or behind it by no more
+than the larger of their spreads (between the quartiles of all their epochs). Needs root.
 """
 import argparse
 import json
@@ -40,8 +41,27 @@ def rows_of(text):
     return [json.loads(line) for line in text.splitlines()]
 
 
-def seconds_of(rows):
-    return statistics.median(row["seconds"] for row in rows[1:])
+def median_of(rows, name):
+    return statistics.median(row[name] for row in rows[1:])
+
+
+def spread_of(epochs):
+    """Seconds between the quartiles."""
+    low, _, high = statistics.quantiles(epochs, n=4)
+    return high - low
+
+
+def alone(args, folder):
+    """Seconds of computing and bytes of rows per second in one process, of as many at once as ranks, which share this machine's memory."""
+    processes = []
+    for rank in range(args.servers * args.ranks):
+        device = folder / f"alone{rank}"
+        shutil.rmtree(device, ignore_errors=True)
+        device.mkdir()
+        processes.append(subprocess.Popen(command(args, "train", device, "--epochs", str(args.epochs + 1)), stdout=subprocess.PIPE, text=True))
+    runs = [rows_of(process.communicate()[0]) for process in processes]
+    compute_s, rows_s = (statistics.median(median_of(rows, name) for rows in runs) for name in ("compute_s", "rows_s"))
+    return compute_s, runs[0][-1]["row_bytes"] / rows_s
 
 
 def run(args, links, way, device):
@@ -57,8 +77,8 @@ def run(args, links, way, device):
     if codes := [process.returncode for process in processes if process.returncode]:
         sys.exit(f"{' '.join(words)}: exit codes {codes}")
     rows = rows_of(said[0])
-    return {"way": way, "epoch_s": seconds_of(rows), "epochs_s": [round(row["seconds"], 3) for row in rows[1:]],
-            "exchange_s": statistics.median(row["exchange_s"] for row in rows[1:]), "between_bytes": rows[-1]["between_bytes"],
+    return {"way": way, "epoch_s": median_of(rows, "seconds"), "epochs_s": [round(row["seconds"], 3) for row in rows[1:]],
+            "exchange_s": median_of(rows, "exchange_s"), "between_bytes": rows[-1]["between_bytes"],
             "planned_between_bytes": rows[-1]["planned_between_bytes"], "within_bytes": rows[-1]["within_bytes"],
             "loss": rows[-1]["loss"]}
 
@@ -92,25 +112,32 @@ def main():
         output([args.gnn, "import", args.graph, "--rmat", str(args.scale), "--degree", str(args.degree), "--features",
                 str(args.features)])
         output([args.gnn, "partition", args.graph, "--block", str((1 << args.scale) // 8)])
-    # As many at once as ranks, which share this machine's memory.
-    each = [folder / f"alone{rank}" for rank in range(args.servers * args.ranks)]
-    for device in each:
-        device.mkdir()
-    processes = [subprocess.Popen(command(args, "train", device, "--epochs", str(args.epochs + 1)), stdout=subprocess.PIPE,
-                                  text=True) for device in each]
-    alone_s = statistics.median(seconds_of(rows_of(process.communicate()[0])) for process in processes)
     for rate in args.rates:
+        alone_s, row_rate = alone(args, folder)
         with Links(args.servers, 8 * rate) as links:
             shape(links, args, rate)
             socket_rate = links.measured_rate(int(rate / 2))
             plan = rows_of(output(command(args, "plan", None, "--servers", str(args.servers), "--ranks",
-                                          str(args.servers * args.ranks), "--alone", str(alone_s), "--between", str(int(socket_rate)),
+                                          str(args.servers * args.ranks), "--alone", str(alone_s),
+                                          "--rows", str(int(row_rate)), "--between", str(int(socket_rate)),
                                           "--within", str(int(rate * args.ratio)))))[0]
             predicted = {str(row["hops"]): row["seconds"] for row in plan["preload"]}
+            measured = {}
             for _ in range(args.rounds):
                 for way in args.ways:
                     row = {"between": rate, "socket": round(socket_rate), "alone_s": round(alone_s, 3), **run(args, links, way, folder / "run")}
                     print(json.dumps({**row, "predicted_s": predicted.get(way), "chosen": plan["chosen"]}), flush=True)
+                    if way in predicted:
+                        measured.setdefault(way, []).extend(row["epochs_s"])
+            chosen = str(plan["chosen"])
+            if chosen not in measured or len(measured[chosen]) < 2:
+                continue
+            medians = {way: statistics.median(epochs) for way, epochs in measured.items()}
+            best = min(medians, key=medians.get)
+            behind = medians[chosen] - medians[best]
+            within = max(spread_of(measured[chosen]), spread_of(measured[best]))
+            print(json.dumps({"between": rate, "rows_per_s": round(row_rate), "chosen": chosen, "best": best, "medians_s": medians, "behind_s": behind,
+                              "spread_s": within, "is_best": behind <= within}), flush=True)
     shutil.rmtree(folder)
 
 

@@ -13,7 +13,7 @@ Usage: scripts/nightly.sh [options]
 Runs scripts/test.sh with the thread sanitizer, then the tests of links and unequal devices against
 the clock, then the tests that take long (the quickstart beside torch's AdamW;
 two real models, fetched as Python packages, beside transformers; a training run killed
-50 times; ranks killed, stopped or cut off from each other 60 times; remote devices over
+50 times; ranks killed, stopped or cut off from each other 60 times; graph networks killed 200 times; remote devices over
 bad networks, with both sides killed; all of OpenCL's programs beside the cores; 146 million parameters on a test accelerator of 256 MB; a state of 4 GB checked and copied
 with 256 MiB of memory, which takes 17 GB of disk in /tmp or SMARTINF_STATE_DIR), then
 smartinf-crashtest with ten seeds of 1000 power cuts, then

@@ -253,7 +253,7 @@ Result<EpochPlan> plan_rank(const Graph& graph, const graph::Csr& csr,
     table.in_memory = bytes <= left;
     if (table.in_memory) left -= bytes;
   }
-  plan.table_memory_bytes = options.memory_bytes / 4;
+  plan.table_memory_bytes = options.memory_bytes / 4 + left;
   const auto moves = [&](size_t table, uint64_t rows, bool up) {
     const uint64_t bytes = rows * plan.tables[table].dim * sizeof(float);
     plan.row_bytes += bytes;

@@ -100,7 +100,7 @@ struct EpochPlan {
 };
 
 /// memory_bytes: half of it is for parts, a quarter for tables, which stay in memory as far as they
-/// fit, features first, and a quarter is the devices'. Errors: kOutOfMemory, a block with its
+/// fit, features first, and the rest is the devices'. Errors: kOutOfMemory, a block with its
 /// neighbours does not fit: with what is needed and given; kInvalidArgument, more parts or
 /// ranks than blocks, and what ranks cannot be shared out among.
 base::Result<EpochPlan> plan_epoch(const Graph& graph, std::span<const Layer> layers,

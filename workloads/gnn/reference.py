@@ -69,16 +69,20 @@ class Network(torch.nn.Module):
 
 
 def train(network, x, y, split, epochs, lr):
-    """Losses of each epoch, with the parameters before its update; then the share of test vertices that are right."""
+    """Losses of each epoch, with the parameters before its update; and the share of test vertices that are right, likewise
+    and after the last one's."""
     optimizer = torch.optim.Adam(network.parameters(), lr=lr)
-    trained = split == 0
-    losses = []
+    trained, test = split == 0, split == 2
+    right = lambda out: (out[test].argmax(dim=1) == y[test]).float().mean().item()
+    losses, accuracies = [], []
     for _ in range(epochs):
         optimizer.zero_grad()
-        loss = torch.nn.functional.cross_entropy(network(x)[trained], y[trained])
+        out = network(x)
+        loss = torch.nn.functional.cross_entropy(out[trained], y[trained])
         loss.backward()
         losses.append(loss.item())
+        accuracies.append(right(out.detach()))
         optimizer.step()
     with torch.no_grad():
-        right = network(x).argmax(dim=1) == y
-    return losses, right[split == 2].float().mean().item()
+        accuracies.append(right(network(x)))
+    return losses, accuracies

@@ -61,6 +61,7 @@ def main():
     parser.add_argument("--epochs", type=int, default=50)
     parser.add_argument("--lr", type=float, default=0.01)
     parser.add_argument("--more", default="", help="further flags of smartinf-gnn train")
+    parser.add_argument("--beside", nargs="+", default=["torch", "torch_geometric"])
     parser.add_argument("--within", type=float, default=0.005)
     parser.add_argument("--sampled", action="store_true")
     flags = parser.parse_args()
@@ -87,6 +88,8 @@ def main():
     if geometric is not None and flags.model in ("sage", "gcn"):
         networks["torch_geometric"] = Geometric(flags.model, reference.load_parameters(start), edges)
     for name, network in networks.items():
+        if name not in flags.beside:
+            continue
         begin = time.perf_counter()
         losses, accuracies = reference.train(network, x, y, split, flags.epochs, flags.lr)
         seconds = (time.perf_counter() - begin) / flags.epochs

@@ -174,6 +174,7 @@ ordered_json to_json(const sim::ClusterPlan& plan) {
                        {"ahead", option.ahead},
                        {"chunks", option.chunks},
                        {"recompute", option.recompute},
+                       {"compression", option.compression},
                        {"streams", option.ranks.front().need.plan.streams},
                        {"total_s", option.step_s},
                        {"least_s", option.least_s},

@@ -13,6 +13,7 @@
 #include "smartinf/base/nearest.h"
 #include "smartinf/base/units.h"
 #include "smartinf/kernels/attention.h"
+#include "smartinf/train/options.h"
 
 namespace smartinf::apps {
 namespace {
@@ -84,6 +85,9 @@ constexpr std::array kFlags{
     Flag{"tokens-per-step", "N", "Tokens of a step of all ranks of a cluster"},
     Flag{"stages", "N",
          "Stages of a pipeline over a cluster, ranks.pipeline [as many as are fastest]"},
+    Flag{"compress", "FORM,FORM",
+         "Forms that exposed gradients between stages may be tried in, which lose something: "
+         "int8, int4, lowrank [none]"},
     Flag{"chunks", "N", "Chunks of a stage, ranks.chunks [as few as there is memory for]"},
     Flag{"guess", "right|wrong",
          "Guess of an early update, that no gradient is clipped; after a wrong guess the update is "
@@ -207,7 +211,7 @@ Status apply_cluster_flags(const SimFlags& flags, SimQuestion& question) {
   };
   const std::string* const file = value_of(kClusterFlag);
   if (file == nullptr) {
-    for (const char* name : {"tokens-per-step", "stages", "chunks"}) {
+    for (const char* name : {"tokens-per-step", "stages", "chunks", "compress"}) {
       if (const std::string* text = value_of(name)) {
         return bad_value(name, *text, "It is of a cluster: add --cluster FILE.");
       }
@@ -238,6 +242,20 @@ Status apply_cluster_flags(const SimFlags& flags, SimQuestion& question) {
     SI_ASSIGN_OR_RETURN(const uint64_t chunks, count("chunks", *text));
     if (chunks > 1024) return bad_value("chunks", *text, "Give at most 1024.");
     request.chunks = static_cast<uint32_t>(chunks);
+  }
+  if (const std::string* text = value_of("compress")) {
+    std::istringstream forms(*text);
+    for (std::string name; std::getline(forms, name, ',');) {
+      const auto form = base::enum_from_name<train::GradientForm>(name);
+      if (!form || *form == train::GradientForm::kNone) {
+        return bad_value("compress", *text, "Give some of int8, int4, lowrank, with commas.");
+      }
+      train::StageCompression compression;
+      compression.form = *form;
+      request.forms.push_back({name, [compression, width = question.model.hidden](uint64_t tokens) {
+                                 return train::compressed_bytes(compression, tokens, width);
+                               }});
+    }
   }
   if (value_of("batch") != nullptr) request.micro_batch = question.model.batch;
   if (value_of("recompute") != nullptr) request.recompute = question.options.recompute;

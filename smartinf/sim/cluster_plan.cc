@@ -96,6 +96,8 @@ class ClusterPlanner {
       if (plan_.best.size() == kBestMax && option.least_s >= plan_.best.back().step_s) continue;
       SI_RETURN_IF_ERROR(simulate(option));
       ++plan_.simulated;
+      const auto whole = [](uint64_t last) { return last == 0; };
+      if (option.form && std::ranges::all_of(option.exposed, whole)) continue;  // nothing to gain
       const auto at =
           std::ranges::upper_bound(plan_.best, option.step_s, {}, &ClusterOption::step_s);
       plan_.best.insert(at, std::move(option));
@@ -178,7 +180,12 @@ class ClusterPlanner {
             one.option.accumulation = static_cast<uint32_t>(sequences / micro);
             one.option.recompute = recompute;
             one.option.order = order;
-            all.push_back(std::move(one));
+            all.push_back(one);
+            for (size_t form = 0; form < request_.forms.size() && pipeline > 1; ++form) {
+              one.option.form = form;
+              one.option.compression = request_.forms[form].name;
+              all.push_back(one);
+            }
           }
         }
       }
@@ -283,11 +290,19 @@ class ClusterPlanner {
             layers * part.layer_backward_s + head * part.head_backward_s};
   }
 
+  /// Bytes of a gradient between stages that is exposed, over those of a whole one.
+  double short_gradient(const ClusterOption& option) const {
+    if (!option.form) return request_.short_gradient;
+    const uint64_t tokens = option.micro_batch * plan_.model.sequence;
+    return static_cast<double>(request_.forms[*option.form].bytes(tokens)) /
+           static_cast<double>(tokens * plan_.model.hidden * plan_.options.value_bytes);
+  }
+
   /// Whether `smartinf train` may divide the stages into chunks. A folded head waits for all.
   bool may_loop(const ClusterOption& option) const {
     return option.pipeline > 1 && option.recompute && units_.size() >= 2 * option.pipeline &&
            request_.split.empty() && !request_.folds.value_or(false) &&
-           request_.chunks.value_or(2) > 1 && request_.short_gradient == 1 &&
+           request_.chunks.value_or(2) > 1 && short_gradient(option) == 1 &&
            request_.short_activation == 1;
   }
 
@@ -370,8 +385,8 @@ class ClusterPlanner {
       return static_cast<uint64_t>(share * static_cast<double>(load.message_bytes));
     };
     if (request_.short_activation < 1) load.forward_bytes = of_message(request_.short_activation);
-    if (request_.short_gradient < 1) {
-      load.shorts.bytes = of_message(request_.short_gradient);
+    if (short_gradient(option) < 1) {
+      load.shorts.bytes = of_message(short_gradient(option));
       load.shorts.last.assign(load.stages + (option.folds ? 1 : 0), option.accumulation);
     }
     return load;
@@ -789,7 +804,7 @@ class ClusterPlanner {
         load.times.push_back(at->second);
       }
     }
-    if (request_.short_gradient < 1) {
+    if (short_gradient(option) < 1) {
       option.exposed = load.shorts.last = exposed_gradients(load, cluster_);
     }
     PipelineTimes times = simulate_pipeline(load, cluster_, true);
@@ -907,6 +922,9 @@ std::string option_text(const ClusterPlan& plan, const ClusterOption& option) {
   }
   text += fmt::format(", {} micro batches of {}, {}", option.accumulation, option.micro_batch,
                       option.recompute ? "activations computed again" : "activations kept");
+  if (option.form) {
+    text += fmt::format(", exposed gradients as {} (it loses something)", option.compression);
+  }
   if (!option.ranks.empty()) {
     const std::string streamed = streamed_text(option.ranks.front().need);
     if (!streamed.empty()) text += "; " + streamed;

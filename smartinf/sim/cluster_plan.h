@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -16,6 +17,12 @@
 #include "smartinf/sim/step.h"
 
 namespace smartinf::sim {
+
+/// A form in which gradients may go back between stages, and lose something.
+struct ShortForm {
+  std::string name;                                // compress.pipeline
+  std::function<uint64_t(uint64_t tokens)> bytes;  // of a micro batch's
+};
 
 struct ClusterRequest {
   StepOptions options;           // rule, format, value_bytes, subgroups
@@ -32,6 +39,7 @@ struct ClusterRequest {
   /// exposed; 1: none is compressed.
   double short_gradient = 1;
   double short_activation = 1;
+  std::vector<ShortForm> forms;  // that are tried beside none, of as many gradients as are exposed
 };
 
 /// One rank's memory, and its drives.
@@ -52,6 +60,8 @@ struct ClusterOption {
   uint32_t ahead = 0;
   uint32_t chunks = 1;  // of a stage; of several the weights come from devices, as memory wants
   bool recompute = true;
+  std::optional<size_t> form;    // of ClusterRequest::forms
+  std::string compression;       // its name
   std::vector<uint32_t> order;   // boxes, the first has rank 0
   std::vector<uint32_t> begins;  // first unit of each part, and the number of units
   bool folds = false;            // plan::Stages::folds

@@ -242,6 +242,33 @@ TEST(ClusterPlan, StagesLargerThanMemoryStreamTheirWeights) {
   }
 }
 
+TEST(ClusterPlan, FormsThatLoseAreTriedOnlyWhereTheyAreNamed) {
+  ModelShape model = model_named("llama3-1B");
+  model.tied = false;
+  const Cluster cluster = boxes_of(2, 0.5);
+  ClusterRequest request;
+  request.pipeline = 2;
+  request.micro_batch = 1;
+  request.all_boxes = true;
+  const ClusterPlan whole = plan_of(model, cluster, 8 * 2048, request);
+  ASSERT_FALSE(whole.best.empty());
+  request.forms = {{"int8", [](uint64_t tokens) { return tokens * 2048; }}};
+  const ClusterPlan either = plan_of(model, cluster, 8 * 2048, request);
+  EXPECT_EQ(either.considered, 2 * whole.considered);
+  const ClusterOption& best = either.best.front();
+  EXPECT_LT(best.step_s, whole.best.front().step_s);
+  EXPECT_EQ(best.compression, "int8");
+  EXPECT_THAT(best.exposed, testing::ElementsAre(0u, testing::Gt(0u)));
+  const auto recipe = cluster_recipe(either, best);
+  ASSERT_TRUE(recipe.ok());
+  EXPECT_THAT(*recipe, HasSubstr("[compress]\npipeline = \"int8\"\npipeline_when = \"exposed\"\n"));
+  EXPECT_THAT(*recipe, HasSubstr("cluster = \"boxes\"\n"));
+  // Where a gradient's way is short there is nothing to gain, and no such option.
+  for (const ClusterOption& option : plan_of(model, boxes_of(2, 400), 8 * 2048, request).best) {
+    EXPECT_EQ(option.compression, "");
+  }
+}
+
 TEST(ClusterPlan, WhatCannotBeIsRefused) {
   ClusterRequest request;
   request.tokens_per_step = 1000;

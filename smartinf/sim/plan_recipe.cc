@@ -272,9 +272,16 @@ Result<std::string> cluster_recipe(const ClusterPlan& plan, const ClusterOption&
   if (host > 0) parts.limits += fmt::format("host = {}\n", host);
   if (gpu > 0) parts.limits += fmt::format("accelerator = {}\n", gpu);
   if (option.pipeline > 1) {
+    std::string compress;
     parts.more = fmt::format("\n[ranks]\npipeline = {}\n", option.pipeline);
     if (option.chunks > 1) parts.more += fmt::format("chunks = {}\n", option.chunks);
+    if (option.form) {
+      parts.more += fmt::format("cluster = \"{}\"\n", plan.cluster.origin);
+      compress = fmt::format("\n[compress]\npipeline = \"{}\"\npipeline_when = \"exposed\"\n",
+                             option.compression);
+    }
     if (option.uneven) parts.more += fmt::format("split = \"{}\"\n", split_text(plan, option));
+    parts.more += compress;
   }
   return recipe_text(parts);
 }

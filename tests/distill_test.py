@@ -6,6 +6,7 @@ import json
 import math
 import os
 import random
+import re
 import subprocess
 import time
 import unittest
@@ -82,6 +83,39 @@ class Distill(TrainCase):
         self.run_it("changed")
         self.assertEqual(self.student("changed"), self.student("alone"))
 
+    def run_stages(self, run, stages, *flags, world, code=0):
+        with Ranks(self.distill(run, "--distill.stages", stages, *flags), world) as ranks:
+            self.assertEqual(ranks.wait(300), [code] * world, ranks.out(0) + "".join(map(ranks.err, range(world))))
+            return ranks.out(0) + ranks.err(0)
+
+    def test_ranks_that_share_layers_make_the_same_student(self):
+        for kind, layers, divisions in (("pruned", ("--student.prune", "ffn=0.5,heads=0.5"),
+                                         (("4x2", 2), ("3x2,1", 3), ("1,3x2", 3), ("1x2,3x3", 5))),
+                                        ("int4", ("--student.quantise", "int4,group=32"), (("2x3,2", 4),))):
+            def distill(run, *flags):
+                return self.distill(run, *flags, "--train.accumulation", "5", "--train.micro_batch", "2", layers=layers)
+            alone = f"{kind}_alone"
+            subprocess.run(distill(alone), check=True, capture_output=True, timeout=300)
+            for stages, world in divisions:
+                run = f"{kind}_{stages}"
+                with Ranks(distill(run, *self.devices(run, 2), "--distill.stages", stages), world) as ranks:
+                    self.assertEqual(ranks.wait(300), [0] * world, "".join(map(ranks.err, range(world))))
+                self.assertEqual(self.student(run), self.student(alone), stages)
+                losses = sorted((line["block"], line["block_step"], line["loss"]) for line in self.log(run)
+                                if "block" in line)
+                self.assertEqual(losses, sorted((line["block"], line["block_step"], line["loss"])
+                                                for line in self.log(alone) if "block" in line))
+            # Killed, it goes on with other divisions.
+            run = f"{kind}_killed"
+            draw = random.Random(3)
+            for stages, world in (("4x2", 2), ("1,3x2", 3), ("2x2,2", 3)):
+                with Ranks(distill(run, *self.devices(run, 2), "--train.log_every", "1", "--distill.stages", stages),
+                           world) as ranks:
+                    ranks.wait_for(0, "layer 1/4" if stages == "4x2" else "rank 0")
+                    time.sleep(draw.uniform(0.1, 0.6))
+            subprocess.run(distill(run, *self.devices(run, 2)), check=True, capture_output=True, timeout=300)
+            self.assertEqual(self.student(run), self.student(alone))
+
     def test_transformers_loads_the_student(self):
         try:
             import numpy
@@ -152,11 +186,61 @@ class Distill(TrainCase):
 
     def test_ranks_are_planned_by_measured_times(self):
         self.run_it("measured")
-        plan = json.loads(subprocess.run([SMARTINF, "plan", "distill", str(self.folder / "measured"), "--ranks", "2",
+        plan = json.loads(subprocess.run([SMARTINF, "plan", "distill", str(self.folder / "measured"), "--ranks", "3",
                                           "--json"], check=True, capture_output=True, text=True).stdout)
         self.assertEqual(plan["stages"][0]["first"], 0)
         self.assertEqual(plan["stages"][-1]["end"], 4)
         self.assertLess(plan["step_s"], plan["alone_s"])
+        # The command divides so.
+        said = self.run_stages("planned", str(self.folder / "measured"), world=3)
+        rank = 0
+        for stage in plan["stages"]:
+            of = f"rank {rank}" + (f" to {rank + stage['ranks'] - 1}" if stage["ranks"] > 1 else "")
+            self.assertIn(f"{of}: layers {stage['first'] + 1} to {stage['end']}", said)
+            rank += stage["ranks"]
+        self.assertEqual(self.student("planned"), self.student("measured"))
+        for stages, text in (("4x3", "Set train.accumulation = 3"), ("2x2,1", "there are 4 layers and 3 ranks")):
+            self.assertIn(text, self.run_stages("refused", stages, world=3, code=1))
+
+    def test_memory_is_that_of_one_layer(self):
+        def deeper(out, layers):  # the teacher's first layer so many times
+            folder = self.folder / out
+            folder.mkdir()
+            config = json.loads((self.folder / "wide" / "config.json").read_text())
+            config["num_hidden_layers"] = layers
+            (folder / "config.json").write_text(json.dumps(config))
+            data = (self.folder / "wide" / "model.safetensors").read_bytes()
+            size = int.from_bytes(data[:8], "little")
+            tensors, header, parts, at = json.loads(data[8:8 + size]), {}, [], 0
+            for name, tensor in tensors.items():
+                if name == "__metadata__":
+                    continue
+                begin, end = tensor["data_offsets"]
+                of_layer = name.startswith("model.layers.")
+                for layer in range(layers if of_layer else 1):
+                    here = name.replace("layers.0.", f"layers.{layer}.") if of_layer else name
+                    header[here] = {**tensor, "data_offsets": [at, at + end - begin]}
+                    parts.append(data[8 + size + begin:8 + size + end])
+                    at += end - begin
+            text = json.dumps(header).encode()
+            (folder / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + b"".join(parts))
+            return folder
+        self.train(self.recipe(steps=1, precision="f32"), "wide_run", "--model.layers", "1", "--model.width", "384",
+                   "--model.mlp_width", "1536")
+        self.export("wide_run", "wide")
+        flags = ["--train.steps", "4"]
+        peaks, memory = {}, None
+        for layers in (3, 12):
+            teacher = ["--teacher.from", str(deeper(f"deep_{layers}", layers))]
+            if memory is None:
+                said = self.run_it("small", *flags, *teacher, "--memory.host", "50MiB", code=1)
+                memory = math.ceil(float(re.search(r"needs ([\d.]+) MiB of memory", said).group(1))) + 2
+            said = self.run_it(f"run_{layers}", *flags, *teacher, "--memory.host", f"{memory}MiB")
+            peaks[layers] = float(re.search(r"at most ([\d.]+) MiB of this process", said).group(1))
+        layer_mib = 4 * (4 * 384 ** 2 + 3 * 384 * 1536) / 2 ** 20  # of the teacher's; nine more are in the second run
+        print(f"at most {peaks} MiB by layers, where {memory} may be used; a layer of the teacher has {layer_mib:.0f}")
+        self.assertLessEqual(max(peaks.values()), memory)
+        self.assertLess(peaks[12] - peaks[3], layer_mib)
 
 
 if __name__ == "__main__":

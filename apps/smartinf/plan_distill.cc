@@ -3,7 +3,6 @@
 #include "apps/smartinf/plan_distill.h"
 
 #include <algorithm>
-#include <map>
 #include <memory>
 
 #include <fmt/format.h>
@@ -11,7 +10,7 @@
 
 #include "smartinf/base/units.h"
 #include "smartinf/plan/block_stages.h"
-#include "smartinf/train/run_log.h"
+#include "smartinf/train/distill/options.h"
 
 namespace smartinf::apps {
 namespace {
@@ -31,32 +30,6 @@ struct PlanDistillFlags {
   bool json = false;
 };
 
-double median_of(std::vector<double> values) {
-  const auto middle = values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2);
-  std::ranges::nth_element(values, middle);
-  return *middle;
-}
-
-/// Medians over the steps in the log, by block.
-Result<std::vector<plan::BlockCost>> measured(const std::string& run) {
-  SI_ASSIGN_OR_RETURN(const std::vector<train::LogRow> rows, train::read_log(run));
-  std::map<uint64_t, std::pair<std::vector<double>, std::vector<double>>> by_block;
-  for (const train::LogRow& row : rows) {
-    if (!row.values.contains("block") || !row.values.contains("teacher_s")) continue;
-    auto& [teacher, student] = by_block[row.values["block"].get<uint64_t>()];
-    teacher.push_back(row.values["teacher_s"].get<double>());
-    student.push_back(row.values["seconds"].get<double>());
-  }
-  std::vector<plan::BlockCost> blocks;
-  for (const auto& [block, times] : by_block) {
-    if (block != blocks.size()) break;
-    blocks.push_back({median_of(times.first), median_of(times.second), 0, 0});
-  }
-  if (!blocks.empty() && blocks.size() == by_block.size()) return blocks;
-  return Status(ErrorCode::kFailedPrecondition, run + ": its log has no steps of each layer",
-                "Let smartinf distill make some steps of each first: --train.steps 5");
-}
-
 /// A line for each rank of `width` columns; a column is a share of the slowest stage.
 void print_timeline(std::span<const plan::BlockCost> blocks,
                     std::span<const plan::BlockStage> stages, double slowest) {
@@ -73,6 +46,7 @@ void print_timeline(std::span<const plan::BlockCost> blocks,
       for (const plan::BlockCost& block : blocks.subspan(stage.first, stage.end - stage.first)) {
         draw(block.teacher_s, 't');
         draw(block.student_s, 's');
+        draw(block.update_s * stage.ranks, 'u');
       }
       draw((stage.seconds - at / kWidth * slowest) * stage.ranks, '-');
       fmt::print("rank {:>2}  layers {:>3} to {:>3}{}  {:<56}  {:.3g} s\n", rank, stage.first + 1,
@@ -83,9 +57,10 @@ void print_timeline(std::span<const plan::BlockCost> blocks,
 }
 
 int run_plan_distill(const PlanDistillFlags& flags) {
-  Result<std::vector<plan::BlockCost>> blocks = measured(flags.run);
-  if (!blocks.ok()) return report(blocks.status());
-  plan::BlockRanks ranks{.ranks = flags.ranks};
+  Result<train::MeasuredBlocks> measured = train::measured_blocks(flags.run);
+  if (!measured.ok()) return report(measured.status());
+  std::vector<plan::BlockCost>& blocks = measured->blocks;
+  plan::BlockRanks ranks{.ranks = flags.ranks, .micro_batches = measured->micro_batches};
   const auto bytes = [](const std::string& text, uint64_t& into) {
     if (text.empty()) return Status();
     const Result<uint64_t> parsed = base::parse_bytes(text);
@@ -102,11 +77,11 @@ int run_plan_distill(const PlanDistillFlags& flags) {
     if (!parsed.ok()) return report(parsed, kExitUsage);
   }
   ranks.link_bytes_per_s = static_cast<double>(link);
-  for (plan::BlockCost& block : *blocks) {
+  for (plan::BlockCost& block : blocks) {
     block.memory_bytes = of_block;
     block.gradient_bytes = gradients;
   }
-  const Result<std::vector<plan::BlockStage>> stages = plan::divide_blocks(*blocks, ranks);
+  const Result<std::vector<plan::BlockStage>> stages = plan::divide_blocks(blocks, ranks);
   if (!stages.ok()) return report(stages.status());
   double slowest = 0;
   double busy = 0;
@@ -115,10 +90,15 @@ int run_plan_distill(const PlanDistillFlags& flags) {
     slowest = std::max(slowest, stage.seconds);
     busy += stage.seconds * stage.ranks;
   }
-  for (const plan::BlockCost& block : *blocks) alone += block.teacher_s + block.student_s;
+  for (const plan::BlockCost& block : blocks) {
+    alone += block.teacher_s + block.student_s + block.update_s;
+  }
   const double idle = 1 - busy / (slowest * flags.ranks);
   if (flags.json) {
-    nlohmann::ordered_json line{{"step_s", slowest}, {"alone_s", alone}, {"idle_share", idle}};
+    nlohmann::ordered_json line{{"step_s", slowest},
+                                {"alone_s", alone},
+                                {"idle_share", idle},
+                                {"distill.stages", train::stages_text(*stages)}};
     for (const plan::BlockStage& stage : *stages) {
       line["stages"].push_back({{"first", stage.first},
                                 {"end", stage.end},
@@ -128,11 +108,12 @@ int run_plan_distill(const PlanDistillFlags& flags) {
     fmt::print("{}\n", line.dump());
     return kExitDone;
   }
-  print_timeline(*blocks, *stages, slowest);
+  print_timeline(blocks, *stages, slowest);
   fmt::print(
       "a step: {:.3g} s, on one rank {:.3g} s ({:.2f} times); ranks are idle for {:.1f} %\n"
-      "t: the teacher's layer, s: the student's, -: between ranks\n",
-      slowest, alone, alone / slowest, 100 * idle);
+      "t: the teacher's layer, s: the student's, u: its update, -: between ranks\n"
+      "run it so: --distill.stages {}\n",
+      slowest, alone, alone / slowest, 100 * idle, train::stages_text(*stages));
   return kExitDone;
 }
 
@@ -165,8 +146,7 @@ void add_plan_distill(CLI::App& plan, Run& run) {
       ->type_name("SIZE");
   command->add_flag("--json", flags->json, "Print one JSON object");
   command->footer(
-      "Several ranks may share a stage; smartinf distill itself gives each rank layers of its "
-      "own.\n\n"
+      "Several ranks may share layers: each computes some micro batches of a step.\n\n"
       "Example:\n"
       "  smartinf plan distill runs/distill --ranks 4");
   command->callback([flags, &run] { run = [flags] { return run_plan_distill(*flags); }; });

@@ -359,6 +359,11 @@ constexpr auto kKeys = std::to_array<Key>({
     SI_KEY("distill.whole_steps", &r.distill.whole_steps,
            "steps in which the student then learns these chances as a whole, from logits that are "
            "kept in the run's folder; 0: none"),
+    SI_KEY("distill.stages", &r.distill.stages,
+           "layers of ranks, \"3,2x2\": three of the first rank, two that two ranks share, each "
+           "with some micro batches of a step; or the folder of a run that has made some steps: "
+           "as smartinf plan distill divides by its times; empty: each rank has layers of its own, "
+           "by what they compute"),
 
     SI_KEY("remote.certificate", &r.updater.remote.certificate,
            "file of this client's certificate (PEM)"),

@@ -13,12 +13,18 @@ namespace smartinf::plan {
 double block_stage_seconds(std::span<const BlockCost> blocks, const BlockRanks& ranks,
                            uint32_t first, uint32_t end, uint32_t replicas) {
   double seconds = first == 0 ? ranks.loading_s : 0;
+  double update_s = 0;
   double gradient_bytes = 0;
   for (const BlockCost& block : blocks.subspan(first, end - first)) {
     seconds += block.teacher_s + block.student_s;
+    update_s += block.update_s;
     gradient_bytes += static_cast<double>(block.gradient_bytes);
   }
-  seconds /= replicas;
+  const uint64_t parts = ranks.micro_batches;
+  seconds = parts == 0 ? seconds / replicas
+                       : seconds * static_cast<double>(base::divide_up(parts, replicas)) /
+                             static_cast<double>(parts);
+  seconds += update_s;
   if (ranks.link_bytes_per_s <= 0) return seconds;
   double bytes = 2.0 * (replicas - 1) / replicas * gradient_bytes;
   if (end < blocks.size()) bytes += static_cast<double>(ranks.activation_bytes) / replicas;
@@ -42,7 +48,8 @@ base::Result<std::vector<BlockStage>> divide_blocks(std::span<const BlockCost> b
     for (uint32_t first = end; first-- > 0;) {
       bytes += blocks[first].memory_bytes;
       if (ranks.memory_bytes != 0 && bytes > ranks.memory_bytes) break;
-      for (uint32_t replicas = 1; replicas <= ranks.ranks; ++replicas) {
+      const uint64_t most = ranks.micro_batches == 0 ? ranks.ranks : ranks.micro_batches;
+      for (uint32_t replicas = 1; replicas <= std::min<uint64_t>(ranks.ranks, most); ++replicas) {
         const double seconds = block_stage_seconds(blocks, ranks, first, end, replicas);
         for (uint32_t all = replicas; all <= ranks.ranks; ++all) {
           const double slowest = std::max(best[first][all - replicas].slowest, seconds);

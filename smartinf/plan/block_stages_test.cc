@@ -20,7 +20,8 @@ double least(std::span<const BlockCost> blocks, const BlockRanks& ranks, uint32_
     uint64_t bytes = 0;
     for (uint32_t i = first; i < end; ++i) bytes += blocks[i].memory_bytes;
     if (ranks.memory_bytes != 0 && bytes > ranks.memory_bytes) break;
-    for (uint32_t replicas = 1; replicas <= left; ++replicas) {
+    const uint64_t most = ranks.micro_batches == 0 ? left : ranks.micro_batches;
+    for (uint32_t replicas = 1; replicas <= std::min<uint64_t>(left, most); ++replicas) {
       best = std::min(best, std::max(block_stage_seconds(blocks, ranks, first, end, replicas),
                                      least(blocks, ranks, end, left - replicas)));
     }
@@ -34,10 +35,15 @@ TEST(BlockStages, NoDivisionIsBetterThanTheOneThatIsFound) {
   for (int round = 0; round < 300; ++round) {
     std::vector<BlockCost> blocks(1 + draw() % 8);
     for (BlockCost& block : blocks) {
-      block = {0.1 * (draw() % 10), 0.1 * (draw() % 30), 1 + draw() % 9, draw() % 40};
+      block = {0.1 * (draw() % 10), 0.1 * (draw() % 30), 1 + draw() % 9, draw() % 40,
+               0.1 * (draw() % 3)};
     }
-    const BlockRanks ranks{1 + static_cast<uint32_t>(draw() % 6), draw() % 3 == 0 ? 12u : 0u,
-                           draw() % 2 == 0 ? 20.0 : 0.0, 8, 0.5};
+    const BlockRanks ranks{1 + static_cast<uint32_t>(draw() % 6),
+                           draw() % 3 == 0 ? 12u : 0u,
+                           draw() % 2 == 0 ? 20.0 : 0.0,
+                           8,
+                           0.5,
+                           draw() % 4};
     const auto stages = divide_blocks(blocks, ranks);
     const double best = least(blocks, ranks, 0, ranks.ranks);
     ASSERT_EQ(stages.ok(), best < 1e300) << stages.status().to_string();
@@ -60,6 +66,21 @@ TEST(BlockStages, NoDivisionIsBetterThanTheOneThatIsFound) {
     EXPECT_DOUBLE_EQ(slowest, best);
   }
   EXPECT_GT(refused, 5);
+}
+
+TEST(BlockStages, ReplicasHaveWholeMicroBatchesAndEachUpdate) {
+  BlockCost block;
+  block.teacher_s = 1;
+  block.student_s = 4;
+  block.update_s = 0.5;
+  const std::array<BlockCost, 2> blocks{block, block};
+  const BlockRanks ranks{.ranks = 3, .micro_batches = 5};
+  EXPECT_DOUBLE_EQ(block_stage_seconds(blocks, ranks, 0, 1, 3), 5 * 2.0 / 5 + 0.5);
+  const BlockRanks one{.ranks = 3, .micro_batches = 1};
+  const auto stages = divide_blocks(blocks, one);
+  ASSERT_TRUE(stages.ok());
+  EXPECT_EQ(stages->size(), 2u);
+  EXPECT_EQ(stages->front().ranks, 1u);
 }
 
 // Bars of the poster's epoch (seconds): what each rank's blocks take, and how long the epoch is for

@@ -9,7 +9,10 @@
 #include <torch/autograd.h>
 
 #include "smartinf/base/clock.h"
+#include "smartinf/base/units.h"
+#include "smartinf/train/gradient_tree.h"
 #include "smartinf/train/lr_schedule.h"
+#include "smartinf/train/ranks/device_ranks.h"
 #include "smartinf/train/scalar_type.h"
 #include "smartinf/train/status_error.h"
 
@@ -49,7 +52,11 @@ bool rounded_to_nearest(const std::string& client_metadata) {
 
 BlockTrainer::BlockTrainer(const Options& options, std::unique_ptr<engine::Updater> updater,
                            std::optional<Rounding> rounding, uint64_t elements)
-    : options_(options), updater_(std::move(updater)), rounding_(std::move(rounding)) {
+    : options_(options),
+      mine_(plan::micro_batches_of(options.train.accumulation, options.ranks.rank(),
+                                   options.ranks.world())),
+      updater_(std::move(updater)),
+      rounding_(std::move(rounding)) {
   trained_N_ =
       torch::empty({static_cast<int64_t>(elements)}, torch::dtype(scalar_type(trained_type())));
 }
@@ -70,8 +77,15 @@ Result<std::unique_ptr<BlockTrainer>> BlockTrainer::open(const Options& options,
   }
   const plan::ParameterSpace space =
       rounding ? rounding->space() : space_of_block(options.parameters.space, layer);
+  engine::UpdaterOptions of_block = options_of_block(options.updater, block);
+  if (!options.ranks.alone()) {
+    of_block.collectives = options.ranks.collectives();
+    for (engine::DeviceOptions& device : of_block.devices) device.rank = engine::kAnyRank;
+    SI_ASSIGN_OR_RETURN(of_block.devices,
+                        share_out_devices(std::move(of_block.devices), options.ranks.world()));
+  }
   SI_ASSIGN_OR_RETURN(std::unique_ptr<engine::Updater> updater,
-                      engine::Updater::open(options_of_block(options.updater, block), space));
+                      engine::Updater::open(of_block, space));
   nlohmann::ordered_json metadata{{"distill", options.identity}, {"block", block}};
   const std::string text = metadata.dump();
   metadata[kNearest] = true;
@@ -84,10 +98,10 @@ Result<std::unique_ptr<BlockTrainer>> BlockTrainer::open(const Options& options,
         },
         text));
   } else if (updater->client_metadata() != text && updater->client_metadata() != metadata.dump()) {
-    return Status(
-        ErrorCode::kMismatch, "the store of this block belongs to another run of smartinf distill",
-        "Name that run's folder as train.run with its options, or other devices",
-        base::ErrorPlace{options_of_block(options.updater, block).devices.front().path, {}, {}, 0});
+    return Status(ErrorCode::kMismatch,
+                  "the store of this block belongs to another run of smartinf distill",
+                  "Name that run's folder as train.run with its options, or other devices",
+                  base::ErrorPlace{of_block.devices.front().path, {}, {}, 0});
   }
   std::unique_ptr<BlockTrainer> made(
       new BlockTrainer(options, std::move(updater), std::move(rounding), space.count()));
@@ -130,46 +144,78 @@ BlockTrainer::Computed BlockTrainer::compute(const Sample& sample,
   return {std::move(made.loss), y_BTC, std::move(made.gradient_BTC)};
 }
 
-/// Hands the gradient of a parameter of the layer to what is trained of that parameter.
-Status BlockTrainer::put_gradient(const Parameter& parameter, const Tensor& gradient) {
+/// The gradient of a micro batch by a parameter of the layer, as that by what is trained of it.
+std::vector<BlockTrainer::Gradient> BlockTrainer::gradients_of(const Parameter& parameter,
+                                                               const Tensor& gradient) {
   const uint64_t first = parameter.first - part_->weights.front().first;
-  const auto put = [&](uint64_t element, const Tensor& values) {
-    const base::DataType type = options_.updater.gradient_type;
-    const Tensor sent = values.to(torch::kCPU, scalar_type(type)).contiguous();
-    return updater_->put_gradient(element, sent.const_data_ptr(), type,
-                                  static_cast<uint64_t>(sent.numel()));
-  };
-  if (!rounding_) return put(first, gradient);
+  if (!rounding_) return {{first, gradient}};
+  std::vector<Gradient> made;
   const Tensor trained = trained_N_.to(options_.device);
   int64_t row = 0;  // matrices that are used as one lie one after the other
   for (const Rounding::Matrix& matrix : rounding_->matrices()) {
     if (matrix.first < first || matrix.first >= first + static_cast<uint64_t>(gradient.numel())) {
       continue;
     }
-    const auto made = rounding_->gradient(matrix, trained, gradient.narrow(0, row, matrix.rows));
-    SI_RETURN_IF_ERROR(put(static_cast<uint64_t>(matrix.offsets), made.offsets_RC));
-    SI_RETURN_IF_ERROR(put(static_cast<uint64_t>(matrix.cuts), made.cuts_RG));
+    auto of_matrix = rounding_->gradient(matrix, trained, gradient.narrow(0, row, matrix.rows));
+    made.push_back({static_cast<uint64_t>(matrix.offsets), std::move(of_matrix.offsets_RC)});
+    made.push_back({static_cast<uint64_t>(matrix.cuts), std::move(of_matrix.cuts_RG)});
     row += matrix.rows;
   }
-  return Status();
+  return made;
+}
+
+/// sums: of this rank's nodes of the tree.
+Status BlockTrainer::put_sums(uint64_t first, std::vector<Tensor> sums) {
+  engine::GradientSums of_rank;
+  of_rank.micro_batches = options_.train.accumulation;
+  of_rank.type = trained_type();
+  const auto nodes = plan::summation_nodes(of_rank.micro_batches, mine_);
+  std::vector<const void*> values;
+  for (size_t i = 0; i < sums.size(); ++i) {
+    const base::DataType type = nodes[i].size() == 1 ? of_rank.type : base::DataType::kF32;
+    sums[i] = sums[i].to(torch::kCPU, scalar_type(type)).contiguous();
+    values.push_back(sums[i].const_data_ptr());
+  }
+  of_rank.nodes = values;
+  return updater_->put_gradient_sums(first, static_cast<uint64_t>(sums.front().numel()), of_rank);
+}
+
+/// Of a step's micro batches, of which this rank has these.
+Result<double> BlockTrainer::mean_loss(std::vector<double> mine) const {
+  const uint64_t count = options_.train.accumulation;
+  const uint32_t world = options_.ranks.world();
+  const uint64_t most = base::divide_up(count, world);
+  mine.resize(most);
+  SI_ASSIGN_OR_RETURN(const auto all, options_.ranks.all<double>(mine));
+  double mean = 0;
+  for (uint32_t rank = 0; rank < world; ++rank) {
+    const uint64_t of_rank = plan::micro_batches_of(count, rank, world).size();
+    for (uint64_t i = 0; i < of_rank; ++i) {
+      mean += all[rank * most + i] / static_cast<double>(count);
+    }
+  }
+  return mean;
 }
 
 /// Compares the trained rounding with the nearest one, and leaves the layer with the better.
-void BlockTrainer::judge(std::span<const Sample> samples, const LayeredModel::Head* head) {
+Status BlockTrainer::judge(std::span<const Sample> samples, const LayeredModel::Head* head) {
   std::array<double, 2> losses{};  // trained, to nearest
   for (const bool nearest : {false, true}) {
     nearest_ = nearest;
     use_weights();
+    std::vector<double> mine;
     for (const Sample& sample : samples) {
-      losses[size_t{nearest}] += compute(sample, head).loss.item<double>();
+      mine.push_back(compute(sample, head).loss.item<double>());
     }
+    SI_ASSIGN_OR_RETURN(losses[size_t{nearest}], mean_loss(std::move(mine)));
   }
   nearest_ = !(losses[0] <= losses[1]);
   use_weights();
-  if (!nearest_) return;
+  if (!nearest_) return Status();
   auto metadata = nlohmann::ordered_json::parse(metadata_);
   metadata[kNearest] = true;
   metadata_ = metadata.dump();
+  return Status();
 }
 
 Result<StepReport> BlockTrainer::train(std::span<const Sample> samples,
@@ -182,35 +228,42 @@ Result<StepReport> BlockTrainer::train(std::span<const Sample> samples,
   report.began_s = base::seconds_since_1970();
   std::vector<Tensor> leaves;
   for (const Parameter& parameter : part_->weights) leaves.push_back(parameter.weight);
-  std::vector<Tensor> sums;
+  struct Sum {
+    uint64_t first = 0;
+    GradientTree tree;
+  };
+  std::vector<Sum> sums;  // of each span that is trained
+  std::vector<double> losses;
   for (const Sample& sample : samples) {
     const uint64_t forward_ns = base::now_ns();
     const Computed computed = compute(sample, head);
-    report.loss += computed.loss.item<double>() / static_cast<double>(samples.size());
-    report.tokens += static_cast<uint64_t>(sample.input_BTC.size(0) * sample.input_BTC.size(1));
+    losses.push_back(computed.loss.item<double>());
+    const auto size = static_cast<uint64_t>(sample.input_BTC.size(0) * sample.input_BTC.size(1));
+    report.tokens = size * options_.train.accumulation;
     const uint64_t backward_ns = base::now_ns();
     report.forward_s += static_cast<double>(backward_ns - forward_ns) * 1e-9;
     auto made = torch::autograd::grad({computed.output}, leaves, {computed.gradient},
                                       /*retain_graph=*/std::nullopt,
                                       /*create_graph=*/false, /*allow_unused=*/true);
-    for (size_t i = 0; i < made.size(); ++i) {
+    size_t next = 0;
+    for (size_t i = made.size(); i-- > 0; made[i] = Tensor()) {
       // The gradient of an expert that no token went through.
-      Tensor more = made[i].defined() ? made[i] : torch::zeros_like(leaves[i]);
-      if (sums.size() < made.size()) {
-        sums.push_back(samples.size() == 1 ? std::move(more) : more.to(torch::kFloat32));
-      } else {
-        sums[i] += more;
+      if (!made[i].defined()) made[i] = torch::zeros_like(leaves[i]);
+      for (Gradient& gradient : gradients_of(part_->weights[i], made[i])) {
+        if (next == sums.size()) {
+          sums.push_back({gradient.first, GradientTree(options_.train.accumulation, mine_)});
+        }
+        sums[next++].tree.add(std::move(gradient.values));
       }
     }
     report.backward_s += base::seconds_since(backward_ns);
   }
   report.targets = report.tokens;
+  SI_ASSIGN_OR_RETURN(report.loss, mean_loss(std::move(losses)));
 
   SI_RETURN_IF_ERROR(updater_->begin_step());
-  for (size_t i = sums.size(); i-- > 0; sums[i] = Tensor()) {
-    SI_RETURN_IF_ERROR(put_gradient(part_->weights[i], sums[i]));
-  }
-  const double unscale = 1.0 / static_cast<double>(samples.size());
+  for (Sum& sum : sums) SI_RETURN_IF_ERROR(put_sums(sum.first, sum.tree.take()));
+  const double unscale = 1.0 / static_cast<double>(options_.train.accumulation);
   SI_ASSIGN_OR_RETURN(const engine::GradientSummary summary, updater_->finish_gradients(unscale));
   report.gradient_norm = summary.norm;
   if (!summary.finite) {
@@ -229,7 +282,9 @@ Result<StepReport> BlockTrainer::train(std::span<const Sample> samples,
   SI_RETURN_IF_ERROR(updater_->start_update(update, trained_type(), sink()));
   SI_RETURN_IF_ERROR(updater_->wait_weights(0, static_cast<uint64_t>(trained_N_.numel())));
   use_weights();
-  if (rounding_ && report.step == options_.train.steps) judge(samples, head);
+  if (rounding_ && report.step == options_.train.steps) {
+    SI_RETURN_IF_ERROR(judge(samples, head));
+  }
   SI_RETURN_IF_ERROR(updater_->start_commit(metadata_));
   ++step_;
   report.seconds = base::seconds_since(begin_ns);

@@ -13,11 +13,13 @@
 
 #include "smartinf/base/status.h"
 #include "smartinf/engine/updater.h"
+#include "smartinf/plan/micro_batches.h"
 #include "smartinf/train/distill/layered_model.h"
 #include "smartinf/train/distill/losses.h"
 #include "smartinf/train/distill/rounding.h"
 #include "smartinf/train/options.h"
 #include "smartinf/train/parameter_groups.h"
+#include "smartinf/train/ranks/ranks.h"
 #include "smartinf/train/step_report.h"
 
 namespace smartinf::train {
@@ -46,6 +48,9 @@ class BlockTrainer {
     /// many. The store then has what decides how they are rounded.
     const LayeredModel* exact = nullptr;
     uint32_t group = 0;
+    /// That share the block: each has its micro batches of a step (plan::micro_batches_of) and some
+    /// of the devices. All make the same calls, in the same order.
+    Ranks ranks;
   };
   /// Opens the block's store, or makes it of the student's weights. All that is referred to
   /// outlives it. Errors: the devices'; kMismatch for another run's store.
@@ -58,14 +63,15 @@ class BlockTrainer {
   base::StepNumber step() const { return step_; }
   const ModelPart& part() const { return *part_; }
 
-  /// A micro batch of a step.
+  /// A micro batch of a step that this rank has.
   struct Sample {
     torch::Tensor input_BTC;
     const DocumentEnds& documents;
     torch::Tensor target_BTC;           // of the output, or
     const TopLogits* logits = nullptr;  // of the head behind it
   };
-  /// Makes the next step of these, whose losses are averaged. head: where samples have logits. The
+  /// Makes the next step of the ranks' samples, whose losses are averaged, and whose gradients are
+  /// added by plan/micro_batches.h's tree. head: where samples have logits. The
   /// commit goes on behind the next step. Errors: the devices'; kFailedPrecondition for a gradient
   /// that is not finite. A rounded block judges with its last step whether it does better than
   /// rounded to nearest on the samples; where it does not, its weights are these.
@@ -84,11 +90,19 @@ class BlockTrainer {
     torch::Tensor gradient;
   };
   Computed compute(const Sample& sample, const LayeredModel::Head* head) const;
-  base::Status put_gradient(const Parameter& parameter, const torch::Tensor& gradient);
+  /// What is trained: gradients of these elements, from `first` on.
+  struct Gradient {
+    uint64_t first = 0;
+    torch::Tensor values;
+  };
+  std::vector<Gradient> gradients_of(const Parameter& parameter, const torch::Tensor& gradient);
+  base::Status put_sums(uint64_t first, std::vector<torch::Tensor> sums);
+  base::Result<double> mean_loss(std::vector<double> mine) const;
   void use_weights();
-  void judge(std::span<const Sample> samples, const LayeredModel::Head* head);
+  base::Status judge(std::span<const Sample> samples, const LayeredModel::Head* head);
 
   const Options options_;
+  const plan::MicroBatchRange mine_;  // of a step's
   torch::Tensor trained_N_;  // in the host's memory: where updates arrive
   torch::Tensor weights_N_;  // of the layer, where it computes
   std::unique_ptr<engine::Updater> updater_;

@@ -2,7 +2,9 @@
 
 #include <algorithm>
 #include <array>
+#include <bit>
 #include <filesystem>
+#include <iterator>
 #include <memory>
 #include <numeric>
 #include <optional>
@@ -20,6 +22,9 @@
 #include "smartinf/engine/found_run.h"
 #include "smartinf/engine/local_source.h"
 #include "smartinf/model/config_json.h"
+#include "smartinf/plan/block_stages.h"
+#include "smartinf/plan/micro_batches.h"
+#include "smartinf/plan/rank_share.h"
 #include "smartinf/plan/stages.h"
 #include "smartinf/train/accelerator.h"
 #include "smartinf/train/corpus.h"
@@ -162,13 +167,25 @@ class Distillation {
   Status write_untrained(const std::string& folder) const;
   Status keep_identity(uint64_t teacher, uint64_t student);
   Status find_progress();
+  Result<std::vector<plan::BlockStage>> choose_stages() const;
   Status divide();
+  /// Micro batches of a step that a rank of a stage computes.
+  plan::MicroBatchRange micro_batches_of(uint32_t place, uint32_t ranks) const {
+    return plan::micro_batches_of(train().accumulation, place, ranks);
+  }
+  plan::MicroBatchRange mine() const { return micro_batches_of(group_.rank(), group_.world()); }
+  /// To a rank of the stage before or behind.
+  struct Link {
+    plan::MicroBatchRange both;  // micro batches of a step that it computes and this rank, too
+    std::unique_ptr<StageLink> link;
+  };
+  std::vector<Link> links(const plan::BlockStage& stage, uint32_t first_rank, bool before) const;
   Result<uint64_t> steps_at_once() const;
   Result<std::vector<Batch>> batches_of(uint64_t first, uint64_t count) const;
   Result<std::vector<Batch>> held_out() const;
   Result<std::unique_ptr<BlockTrainer>> open_block(uint32_t block) const;
   Status run_part(uint64_t first_step, uint64_t end_step);
-  std::vector<Tensor> inputs_of(std::span<const Batch> batches);
+  std::vector<Tensor> inputs_of(std::span<const Batch> batches, uint64_t steps);
   Result<Lesson> teach(uint32_t block, std::vector<Tensor> inputs, std::span<const Batch> batches);
   Status train_block(Lesson& lesson, uint64_t first_step, uint64_t end_step,
                      std::span<const Batch> batches);
@@ -209,7 +226,8 @@ class Distillation {
   uint64_t updates_ = 0;                 // of all blocks, as far as this rank knows
   uint32_t begin_ = 0;                   // blocks [begin, end) are this rank's
   uint32_t end_ = 0;
-  std::unique_ptr<StageLink> link_;  // null: alone
+  Ranks group_;                        // that share these blocks, and the step's micro batches
+  std::vector<Link> before_, behind_;  // that micro batches come from and go to, in order
   std::vector<Tensor> own_inputs_;   // of the block in work, where they are the student's own
   std::string lines_;                // of this rank's log, which rank 0 writes at the end
   DistillSummary summary_;
@@ -385,17 +403,26 @@ Status Distillation::find_progress() {
   return Status();
 }
 
-/// Which blocks are this rank's: so that the slowest rank is as fast as can be, by the products
-/// that a token takes. The last block has the logits of both models besides.
-Status Distillation::divide() {
-  const Ranks& ranks = job_.ranks;
-  end_ = student_->layers();
-  if (ranks.alone()) return Status();
-  if (student_->layers() < ranks.world()) {
+/// As the recipe says. Else each rank has blocks of its own, so that the slowest one is as fast as
+/// can be by the products that a token takes; the last block has the logits of both models besides.
+Result<std::vector<plan::BlockStage>> Distillation::choose_stages() const {
+  const uint32_t world = job_.ranks.world();
+  const uint32_t layers = student_->layers();
+  const std::string& wanted = job_.distill.stages;
+  if (world == 1) return std::vector{plan::BlockStage{0, layers}};
+  if (!wanted.empty()) {
+    if (auto stages = parse_stages(wanted)) return std::move(*stages);
+    SI_ASSIGN_OR_RETURN(const MeasuredBlocks measured, measured_blocks(wanted));
+    return plan::divide_blocks(measured.blocks,
+                               {.ranks = world, .micro_batches = train().accumulation});
+  }
+  if (layers < world) {
     return cannot_distill(
         ErrorCode::kInvalidArgument,
-        fmt::format("there are {} ranks, and {} layers", ranks.world(), student_->layers()),
-        "Start as many ranks as layers at most");
+        fmt::format("there are {} ranks, and {} layers", world, layers),
+        fmt::format("Start as many ranks as layers at most, or let several share layers: "
+                    "distill.stages = \"{}x{}\"",
+                    layers, world));
   }
   const auto elements = [](const LayeredModel& model) {
     return static_cast<double>(model.layer_span(0).count);
@@ -405,21 +432,92 @@ Status Distillation::divide() {
                           ? 0
                           : 3.0 * source_.architecture.vocabulary * source_.architecture.width;
   const std::vector<uint32_t> begins =
-      plan::split_units(student_->layers(), ranks.world(), [&](auto, uint32_t first, uint32_t end) {
-        return block * (end - first) + (end == student_->layers() ? head : 0);
+      plan::split_units(layers, world, [&](auto, uint32_t first, uint32_t end) {
+        return block * (end - first) + (end == layers ? head : 0);
       });
-  begin_ = begins[ranks.rank()];
-  end_ = begins[ranks.rank() + 1];
-  StageLink::Ends ends;
-  if (ranks.rank() > 0) ends.before = ranks.rank() - 1;
-  if (ranks.rank() + 1 < ranks.world()) ends.behind = ranks.rank() + 1;
-  link_ = std::make_unique<StageLink>(ranks.collectives(), std::move(ends),
-                                      torch::dtype(scalar_type(type_)).device(device_),
-                                      /*in_flight=*/kMessagesMax);
-  for (uint32_t rank = 0; rank < ranks.world(); ++rank) {
-    job_.note(fmt::format("rank {}: layers {} to {}", rank, begins[rank] + 1, begins[rank + 1]));
+  std::vector<plan::BlockStage> stages;
+  for (uint32_t rank = 0; rank < world; ++rank) {
+    stages.push_back({begins[rank], begins[rank + 1]});
+  }
+  return stages;
+}
+
+/// Which blocks are this rank's, and who computes those before and behind.
+Status Distillation::divide() {
+  const Ranks& ranks = job_.ranks;
+  const uint32_t layers = student_->layers();
+  Result<std::vector<plan::BlockStage>> chosen = std::vector<plan::BlockStage>();
+  if (ranks.first()) chosen = choose_stages();
+  SI_RETURN_IF_ERROR(ranks.all_ok("the division", chosen.status()));
+  SI_ASSIGN_OR_RETURN(const std::string text, ranks.from_first(stages_text(*chosen)));
+  const std::vector<plan::BlockStage> stages = parse_stages(text).value();
+  uint32_t used = 0;
+  for (const plan::BlockStage& stage : stages) {
+    used += stage.ranks;
+    if (stage.ranks <= train().accumulation) continue;
+    return cannot_distill(
+        ErrorCode::kInvalidArgument,
+        fmt::format("distill.stages is \"{}\", where {} ranks share the micro batches of a step, "
+                    "and train.accumulation is {}",
+                    text, stage.ranks, train().accumulation),
+        fmt::format("Set train.accumulation = {} (and a smaller train.micro_batch), or give each "
+                    "rank layers of its own",
+                    stage.ranks));
+  }
+  if (stages.back().end != layers || used > ranks.world()) {
+    return cannot_distill(
+        ErrorCode::kInvalidArgument,
+        fmt::format("distill.stages is \"{}\", of {} layers on {} ranks; there are {} layers and "
+                    "{} ranks",
+                    text, stages.back().end, used, layers, ranks.world()),
+        "Write LAYERSxRANKS for each group of ranks, so that all layers are there");
+  }
+  begin_ = end_ = layers;  // of a rank that is left over
+  if (ranks.alone()) begin_ = 0;
+  uint32_t first_rank = 0;
+  for (size_t i = 0; !ranks.alone() && i < stages.size(); first_rank += stages[i++].ranks) {
+    const plan::BlockStage& stage = stages[i];
+    std::vector<uint32_t> members(stage.ranks);
+    std::iota(members.begin(), members.end(), first_rank);
+    std::shared_ptr<engine::Collectives> group;
+    if (stage.ranks > 1) {
+      SI_ASSIGN_OR_RETURN(group, ranks.collectives()->group(members));
+    }
+    job_.note(fmt::format("rank {}{}: layers {} to {}", first_rank,
+                          stage.ranks == 1 ? "" : fmt::format(" to {}", members.back()),
+                          stage.first + 1, stage.end));
+    if (ranks.rank() < first_rank || ranks.rank() > members.back()) continue;
+    begin_ = stage.first;
+    end_ = stage.end;
+    if (group != nullptr) {
+      std::vector<std::string> names;
+      for (const uint32_t member : members) names.push_back(ranks.name(member));
+      group_ = Ranks(group, std::move(names), ranks.local_rank(), ranks.local_world());
+    }
+    if (i > 0) {
+      before_ = links(stages[i - 1], first_rank - stages[i - 1].ranks, /*before=*/true);
+    }
+    if (end_ < layers) behind_ = links(stages[i + 1], members.back() + 1, /*before=*/false);
   }
   return Status();
+}
+
+std::vector<Distillation::Link> Distillation::links(const plan::BlockStage& stage,
+                                                    uint32_t first_rank, bool before) const {
+  std::vector<Link> made;
+  for (uint32_t place = 0; place < stage.ranks; ++place) {
+    const plan::MicroBatchRange there = micro_batches_of(place, stage.ranks);
+    const plan::MicroBatchRange both{std::max(mine().begin, there.begin),
+                                     std::min(mine().end, there.end)};
+    if (both.begin >= both.end) continue;
+    StageLink::Ends ends;
+    (before ? ends.before : ends.behind) = first_rank + place;
+    made.push_back(
+        {both, std::make_unique<StageLink>(job_.ranks.collectives(), std::move(ends),
+                                           torch::dtype(scalar_type(type_)).device(device_),
+                                           /*in_flight=*/kMessagesMax)});
+  }
+  return made;
 }
 
 /// Steps whose activations there is memory for beside one layer of each model.
@@ -432,18 +530,22 @@ Result<uint64_t> Distillation::steps_at_once() const {
   const uint64_t value_bytes = base::data_type_bytes(type_);
   const uint64_t rows = uint64_t{train().micro_batch} * job_.options.data.sequence;
   const uint64_t layer_bytes = value_bytes * teacher_->layer_span(0).count;
-  // Weights, their gradients and their sum; of a rounded layer the exact weights and offsets, too.
+  // Weights, their gradients and the tree's sums of them; of a rounded layer the exact weights and
+  // offsets with their gradient, too.
+  const auto sums = std::max<uint64_t>(std::bit_width(uint64_t{train().accumulation}) - 1, 1);
+  const uint64_t layer_elements = student_->layer_span(0).count;
   const uint64_t student_bytes =
-      student_->layer_span(0).count * (2 * value_bytes + 4 + (rounds() ? value_bytes + 4 : 0));
+      layer_elements * (2 * value_bytes + 4 * sums + (rounds() ? value_bytes + 8 : 0));
   const uint64_t head_bytes = value_bytes * model.vocabulary * model.width;
   // What autograd keeps of one layer and micro batch: about so many rows.
   const uint64_t kept_bytes =
       4 * rows * (16 * uint64_t{model.width} + 4 * uint64_t{model.mlp_width});
   const uint64_t beside = limits.resident_bytes + layer_bytes + student_bytes + head_bytes +
-                          kept_bytes + job_.updater.memory_budget_bytes;
+                          kept_bytes + job_.updater.memory_budget_bytes +
+                          (group_.alone() ? 0 : plan::rank_bytes(layer_elements, layer_elements));
   const bool own = job_.distill.inputs == BlockInputs::kStudent;
   const uint64_t sets = own ? 3 : (ranks.alone() ? 2 : end_ - begin_ + 1);
-  const uint64_t of_step = sets * train().accumulation * rows * model.width * value_bytes;
+  const uint64_t of_step = sets * mine().size() * rows * model.width * value_bytes;
   const uint64_t steps = limits.host_bytes > beside ? (limits.host_bytes - beside) / of_step : 0;
   if (steps >= (own ? train().steps : 1)) {
     // Of several ranks the next one waits for the first part of the one before.
@@ -500,18 +602,24 @@ Result<std::vector<Batch>> Distillation::held_out() const {
 
 Result<std::unique_ptr<BlockTrainer>> Distillation::open_block(uint32_t block) const {
   return BlockTrainer::open({train(), job_.updater, parameters_, job_.distill.loss, type_, device_,
-                             identity_, rounds() ? &*teacher_ : nullptr, quantising_.group},
+                             identity_, rounds() ? &*teacher_ : nullptr, quantising_.group, group_},
                             *student_, block);
 }
 
-std::vector<Tensor> Distillation::inputs_of(std::span<const Batch> batches) {
-  if (link_ == nullptr || link_->first()) return teacher_->embed(batches);
+std::vector<Tensor> Distillation::inputs_of(std::span<const Batch> batches, uint64_t steps) {
+  if (before_.empty()) return teacher_->embed(batches);
   std::vector<int64_t> sizes = batches[0].tokens_BT.sizes().vec();
   sizes.push_back(source_.architecture.width);
-  link_->expect(StageLink::Way::kForward, std::move(sizes), batches.size(), /*at_once=*/4);
+  for (const Link& from : before_) {
+    from.link->expect(StageLink::Way::kForward, sizes, from.both.size() * steps, /*at_once=*/4);
+  }
   std::vector<Tensor> all_BTC;
-  for (size_t i = 0; i < batches.size(); ++i) {
-    all_BTC.push_back(link_->receive(StageLink::Way::kForward));
+  for (uint64_t step = 0; step < steps; ++step) {
+    for (const Link& from : before_) {
+      for (uint64_t i = 0; i < from.both.size(); ++i) {
+        all_BTC.push_back(from.link->receive(StageLink::Way::kForward));
+      }
+    }
   }
   return all_BTC;
 }
@@ -542,24 +650,32 @@ Status Distillation::run_part(uint64_t first_step, uint64_t end_step) {
   uint32_t last = student_->layers();  // behind all that have something left to learn
   while (last > 0 && steps_[last - 1] >= end_step) --last;
   if (last <= begin_) return Status();
-  SI_ASSIGN_OR_RETURN(const std::vector<Batch> batches,
-                      batches_of(first_step * train().accumulation,
-                                 (end_step - first_step) * train().accumulation));
-  summary_.micro_batches += batches.size();
-  std::vector<Tensor> inputs = inputs_of(batches);
+  const uint64_t steps = end_step - first_step;
+  std::vector<Batch> batches;  // of each step this rank's
+  for (uint64_t step = first_step; step < end_step; ++step) {
+    SI_ASSIGN_OR_RETURN(std::vector<Batch> of_step,
+                        batches_of(step * train().accumulation + mine().begin, mine().size()));
+    std::ranges::move(of_step, std::back_inserter(batches));
+  }
+  summary_.micro_batches += steps * train().accumulation;
+  std::vector<Tensor> inputs = inputs_of(batches, steps);
   if (job_.distill.inputs == BlockInputs::kStudent) own_inputs_ = inputs;
   std::vector<Lesson> lessons;
   for (uint32_t block = begin_; block < std::min(end_, last); ++block) {
     SI_ASSIGN_OR_RETURN(Lesson lesson, teach(block, std::move(inputs), batches));
     inputs = lesson.targets;
-    if (link_ != nullptr) {
+    if (!job_.ranks.alone()) {
       lessons.push_back(std::move(lesson));  // the next rank is waiting
     } else {
       SI_RETURN_IF_ERROR(train_block(lesson, first_step, end_step, batches));
     }
   }
-  if (link_ != nullptr && end_ < last) {
-    for (const Tensor& y_BTC : inputs) link_->send(StageLink::Way::kForward, y_BTC);
+  for (uint64_t step = 0, at = 0; end_ < last && step < steps; ++step) {
+    for (const Link& to : behind_) {
+      for (uint64_t i = 0; i < to.both.size(); ++i) {
+        to.link->send(StageLink::Way::kForward, inputs[at++]);
+      }
+    }
   }
   inputs.clear();
   for (Lesson& lesson : lessons) {
@@ -574,11 +690,13 @@ Status Distillation::train_block(Lesson& lesson, uint64_t first_step, uint64_t e
   const bool own = job_.distill.inputs == BlockInputs::kStudent;
   if (steps_[lesson.block] >= end_step && !own) return Status();
   SI_ASSIGN_OR_RETURN(const std::unique_ptr<BlockTrainer> trainer, open_block(lesson.block));
-  const uint64_t each = train().accumulation;
+  const uint64_t each = mine().size();
   const bool to_logits = !lesson.logits.empty();
   std::vector<Tensor>& inputs = own ? own_inputs_ : lesson.inputs;
   for (uint64_t step = std::max(first_step, trainer->step()); step < end_step; ++step) {
-    if (job_.stop.stop_requested()) {
+    const std::array<uint8_t, 1> stops{uint8_t{job_.stop.stop_requested()}};
+    SI_ASSIGN_OR_RETURN(const auto any_stops, group_.all<uint8_t>(stops));
+    if (std::ranges::max(any_stops) > 0) {
       SI_RETURN_IF_ERROR(trainer->finish());
       return Status(ErrorCode::kCancelled, "stopped");
     }
@@ -593,12 +711,15 @@ Status Distillation::train_block(Lesson& lesson, uint64_t first_step, uint64_t e
     }
     SI_ASSIGN_OR_RETURN(const StepReport report,
                         trainer->train(samples, to_logits ? &*head_ : nullptr));
+    if (!group_.first()) continue;
     auto line = nlohmann::ordered_json::parse(report.to_json());
     line["step"] = ++updates_;
     line["block"] = lesson.block;
     line["block_step"] = report.step;
     line["teacher_s"] = lesson.seconds / static_cast<double>(end_step - first_step);
     line["teacher_layers"] = summary_.teacher_layers;
+    line["micro_batches"] = train().accumulation;
+    line["own_micro_batches"] = each;
     if (job_.ranks.first()) {
       folder_->append_log(line.dump());
     } else {
@@ -847,13 +968,14 @@ Status Distillation::train_all() {
   for (uint64_t first = 0; first < train().steps; first += at_once_) {
     SI_RETURN_IF_ERROR(run_part(first, std::min(first + at_once_, train().steps)));
   }
-  if (link_ != nullptr) link_->finish();
+  for (const Link& to : behind_) to.link->finish();
   head_.reset();
   return Status();
 }
 
 /// All ranks have trained; the first one's log gets the lines of the others.
 Status Distillation::end_together(const Status& trained) {
+  if (!trained.ok()) job_.ranks.failed(trained);  // some may be waiting for this rank
   SI_RETURN_IF_ERROR(job_.ranks.all_ok_without_timeout("distillation", trained));
   SI_ASSIGN_OR_RETURN(const std::vector<std::string> lines, job_.ranks.all_texts(lines_));
   for (const std::string& of_rank : lines) {

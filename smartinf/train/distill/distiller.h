@@ -31,7 +31,8 @@ struct DistillJob {
   DistillOptions distill;
   engine::UpdaterOptions updater;  // each device's path is a folder, with a store for each block
   std::string recipe;              // its text is kept in the run's folder
-  /// Ranks that each have some neighbouring blocks: all see the run's folder and the devices.
+  /// Ranks that each have, or share, some neighbouring blocks (distill.stages): all see the run's
+  /// folder and the devices.
   Ranks ranks;
   std::stop_token stop;
   std::function<void(const std::string& line)> note;  // for people
@@ -61,8 +62,9 @@ struct DistillSummary {
 /// all micro batches once, and its outputs are the targets of the student's layer and the inputs of
 /// the next; then the student's layer makes its steps. A block sees the same micro batches in the
 /// same order however many steps a part has, so the weights have the same bits. Of several ranks
-/// each relays its teacher layers' outputs to the next, and makes its blocks' updates without
-/// waiting for others: the same bits again. They end together. losses: rank 0's alone. Then, with
+/// each relays its teacher layers' outputs to those behind, and makes its blocks' updates without
+/// waiting for others: the same bits again. Ranks that share blocks each compute some micro batches
+/// of a step, and update together. All end together. losses: rank 0's alone. Then, with
 /// distill.whole_steps, the teacher's most likely logits of so many steps are kept in a file, and a
 /// Trainer of its own makes these steps of the whole student.
 /// Errors: kCancelled; whatever a user can get wrong, by key, file or device.

@@ -2,15 +2,30 @@
 
 #include <algorithm>
 #include <charconv>
+#include <map>
 #include <utility>
 
 #include <fmt/format.h>
+
+#include "smartinf/train/run_log.h"
 
 namespace smartinf::train {
 
 using base::ErrorCode;
 using base::Result;
 using base::Status;
+
+namespace {
+
+constexpr uint32_t kStageMost = 1 << 16;  // blocks or ranks of a stage
+
+double median_of(std::vector<double>& values) {
+  const auto middle = values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2);
+  std::ranges::nth_element(values, middle);
+  return *middle;
+}
+
+}  // namespace
 
 Result<Pruning> parse_pruning(std::string_view whole) {
   std::string_view text = whole;
@@ -53,6 +68,65 @@ Result<Quantising> parse_quantising(std::string_view text) {
   const bool whole = error == std::errc() && behind == end;
   if (!whole || made.group == 0 || made.group % 8 != 0 || made.group > 1024) return wrong;
   return made;
+}
+
+std::optional<std::vector<plan::BlockStage>> parse_stages(std::string_view text) {
+  std::vector<plan::BlockStage> stages;
+  const char* at = text.data();
+  const char* const end = at + text.size();
+  const auto number = [&](uint32_t& into) {
+    const auto [behind, error] = std::from_chars(at, end, into);
+    at = behind;
+    return error == std::errc() && into > 0 && into <= kStageMost;
+  };
+  do {
+    plan::BlockStage stage;
+    uint32_t blocks = 0;
+    if (!number(blocks)) return std::nullopt;
+    if (at < end && *at == 'x' && (++at, !number(stage.ranks))) return std::nullopt;
+    stage.first = stages.empty() ? 0 : stages.back().end;
+    stage.end = stage.first + blocks;
+    stages.push_back(stage);
+  } while (at < end && *at++ == ',');
+  if (at < end || text.back() == ',') return std::nullopt;
+  return stages;
+}
+
+std::string stages_text(std::span<const plan::BlockStage> stages) {
+  std::string text;
+  for (const plan::BlockStage& stage : stages) {
+    text += fmt::format("{}{}{}", text.empty() ? "" : ",", stage.end - stage.first,
+                        stage.ranks > 1 ? fmt::format("x{}", stage.ranks) : "");
+  }
+  return text;
+}
+
+Result<MeasuredBlocks> measured_blocks(const std::string& run) {
+  SI_ASSIGN_OR_RETURN(const std::vector<LogRow> rows, read_log(run));
+  MeasuredBlocks measured;
+  /// Of a block's steps: teacher, forward and backward, update.
+  std::map<uint64_t, std::array<std::vector<double>, 3>> by_block;
+  for (const LogRow& row : rows) {
+    if (!row.values.contains("block") || !row.values.contains("teacher_s")) continue;
+    const auto value = [&](const char* name) { return row.values[name].get<double>(); };
+    measured.micro_batches = row.values.value("micro_batches", uint64_t{1});
+    const double all = static_cast<double>(measured.micro_batches) /
+                       row.values.value("own_micro_batches", double{1});
+    auto& [teacher, student, update] = by_block[row.values["block"].get<uint64_t>()];
+    teacher.push_back(value("teacher_s") * all);
+    student.push_back((value("forward_s") + value("backward_s")) * all);
+    update.push_back(value("update_s"));
+  }
+  for (auto& [block, times] : by_block) {
+    if (block != measured.blocks.size()) break;
+    plan::BlockCost& cost = measured.blocks.emplace_back();
+    cost.teacher_s = median_of(times[0]);
+    cost.student_s = median_of(times[1]);
+    cost.update_s = median_of(times[2]);
+  }
+  if (!by_block.empty() && measured.blocks.size() == by_block.size()) return measured;
+  return Status(ErrorCode::kFailedPrecondition, run + ": its log has no steps of each layer",
+                "Let smartinf distill make some steps of each first: --train.steps 5");
 }
 
 Status validate(const DistillOptions& options) {

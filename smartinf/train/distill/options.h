@@ -3,11 +3,15 @@
 
 #include <array>
 #include <cstdint>
+#include <optional>
+#include <span>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "smartinf/base/enum_names.h"
 #include "smartinf/base/status.h"
+#include "smartinf/plan/block_stages.h"
 
 namespace smartinf::train {
 
@@ -32,6 +36,7 @@ struct DistillOptions {
   BlockInputs inputs = BlockInputs::kTeacher;
   uint32_t top_k = 64;       // logits of the teacher that the last block learns from; 0: none
   uint64_t whole_steps = 0;  // steps of the student as a whole, after its blocks
+  std::string stages;        // distill.stages; empty: each rank has blocks of its own
 };
 
 /// Shares of each layer that stay.
@@ -48,6 +53,19 @@ struct Quantising {
 };
 /// "int4" or "int4,group=64". Errors: kInvalidArgument.
 base::Result<Quantising> parse_quantising(std::string_view text);
+
+/// distill.stages: "3,2x2": three blocks on one rank, two on two ranks that share them. None: the
+/// text is no such list, but a run's folder. seconds: 0.
+std::optional<std::vector<plan::BlockStage>> parse_stages(std::string_view text);
+std::string stages_text(std::span<const plan::BlockStage> stages);
+
+/// What blocks cost, by the log of a run that has made some steps of each: medians.
+struct MeasuredBlocks {
+  std::vector<plan::BlockCost> blocks;
+  uint64_t micro_batches = 1;  // of a step
+};
+/// Errors: kNotFound where the folder has no log; kFailedPrecondition where it lacks a block.
+base::Result<MeasuredBlocks> measured_blocks(const std::string& run);
 
 /// Ok, or what cannot work, by its key. Looks at no files.
 base::Status validate(const DistillOptions& options);

@@ -36,7 +36,7 @@ TEST(BlockStages, NoDivisionIsBetterThanTheOneThatIsFound) {
     std::vector<BlockCost> blocks(1 + draw() % 8);
     for (BlockCost& block : blocks) {
       block = {0.1 * (draw() % 10), 0.1 * (draw() % 30), 1 + draw() % 9, draw() % 40,
-               0.1 * (draw() % 3)};
+               0.1 * static_cast<double>(draw() % 3)};
     }
     const BlockRanks ranks{1 + static_cast<uint32_t>(draw() % 6),
                            draw() % 3 == 0 ? 12u : 0u,

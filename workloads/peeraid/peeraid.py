@@ -206,11 +206,19 @@ def attacked(model, x, y, bounds):
 
 
 def compare(options):
-    """Trains all methods for each seed and prints a row for each: accuracies on the first test images, in percent."""
+    """Trains all methods for each seed and prints a row for each: accuracies on the first test images, in percent.
+
+    Rows are added to rows.jsonl in the output folder; those that it has are not made again."""
     x, y = load(options.data, "t10k")
     x, y = x[: options.test_images], y[: options.test_images]
+    kept = options.out / "rows.jsonl"
+    rows = [json.loads(line) for line in kept.read_text().splitlines()] if kept.exists() else []
+    rows = {(row["method"], row["seed"]): row for row in rows}
     for seed in options.seeds:
         for method in METHODS:
+            if (method, seed) in rows:
+                print(json.dumps(rows[method, seed]), flush=True)
+                continue
             out = train(method, options, seed)
             student = network(out / "student.pt")
             changed = attacked(student, x, y, options)
@@ -223,7 +231,10 @@ def compare(options):
                     "peer_on_students_attacks": right(peer, changed, y),
                     "teacher_on_students_attacks": right(teacher, changed, y),
                 }
-            print(json.dumps({key: round(100 * v, 2) if isinstance(v, float) else v for key, v in row.items()}), flush=True)
+            line = json.dumps({key: round(100 * v, 2) if isinstance(v, float) else v for key, v in row.items()})
+            print(line, flush=True)
+            with kept.open("a") as file:
+                file.write(line + "\n")
 
 
 def main(arguments):

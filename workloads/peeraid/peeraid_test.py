@@ -1,7 +1,10 @@
 """peeraid.py on ten kinds of small images that are made here: files, losses, attacks, all methods, and going on."""
 
 import argparse
+import contextlib
 import gzip
+import io
+import json
 import pathlib
 import struct
 import sys
@@ -100,6 +103,19 @@ class PeerAiD(unittest.TestCase):
             out = peeraid.train(method, self.options("all", epochs=epochs, epsilon=0.02, lr=0.1), 0)
             self.assertGreater(peeraid.right(peeraid.network(out / "student.pt"), x, y), 0.5, method)
         self.assertGreater(peeraid.right(peeraid.network(out / "peer.pt"), x, y), 0.5)
+
+    def test_rows_are_kept(self):
+        options = self.options("rows", epochs=1, images=20, seeds=[0], test_images=50)
+        with contextlib.redirect_stdout(io.StringIO()):
+            peeraid.compare(options)
+            options.seeds = [0, 1]
+            kept = options.out / "rows.jsonl"
+            first = kept.read_text().splitlines()
+            kept.write_text("".join(line + "\n" for line in first[:-1]))  # as if it had stopped before
+            peeraid.compare(options)
+        rows = kept.read_text().splitlines()
+        self.assertEqual(rows[: len(METHODS)], first)
+        self.assertEqual([json.loads(row)["seed"] for row in rows], [0] * len(METHODS) + [1] * len(METHODS))
 
     def test_a_training_that_stops_goes_on_with_the_same_bits(self):
         out = peeraid.train("peeraid", self.options("whole", epochs=1), 0)

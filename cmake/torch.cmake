@@ -26,11 +26,10 @@ if(_torch_dir AND EXISTS ${_torch_dir}/include/torch/csrc/api/include/torch/torc
   target_include_directories(smartinf_torch SYSTEM INTERFACE
     ${_torch_dir}/include ${_torch_dir}/include/torch/csrc/api/include)
   target_link_directories(smartinf_torch INTERFACE ${_torch_dir}/lib)
-  # torch first and kept although no symbol of it is named: it loads the CUDA backend where there is
-  # one, so that one binary serves machines with and without a GPU.
-  target_link_options(smartinf_torch INTERFACE
-    -Wl,-rpath,${_torch_dir}/lib -Wl,--push-state,--no-as-needed)
-  target_link_libraries(smartinf_torch INTERFACE torch torch_cpu c10 -Wl,--pop-state)
+  # Backends of GPUs are not linked: train/accelerator.cc loads that of the GPU that is there, so that one
+  # binary serves machines with and without one.
+  target_link_options(smartinf_torch INTERFACE -Wl,-rpath,${_torch_dir}/lib)
+  target_link_libraries(smartinf_torch INTERFACE torch_cpu c10)
   # torch's header of process groups over gloo includes gloo's, which the wheel does not have.
   if(NOT EXISTS ${_torch_dir}/include/gloo/context.h)
     set(_gloo ${PROJECT_BINARY_DIR}/gloo_names)

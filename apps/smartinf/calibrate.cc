@@ -46,10 +46,6 @@ struct CalibrateFlags {
   bool json = false;
 };
 
-/// Resident in `smartinf train` whatever the model, half of it torch's code (torch 2.15 on x86-64);
-/// fitted to the peaks in docs/results/plan_memory.md. Text that train reads itself comes on top.
-constexpr uint64_t kProcessBytes = 418'000'000;
-
 /// Refuses a path that may be mistyped: no directory is made for it.
 base::Status check_directory(const std::string& path) {
   namespace fs = std::filesystem;
@@ -303,7 +299,7 @@ base::Result<sim::Machine> measure_machine(const CalibrateFlags& flags, CoreRate
   machine.host.update_bytes_per_s = rounded(rates.update_bytes * 26 / 14);
   // Local drives meet the host in its memory: every byte is written once and read once.
   machine.host.link_bytes_per_s = rounded(rates.copy_bytes / 2);
-  machine.host.process_bytes = kProcessBytes;
+  machine.host.process_bytes = plan::kTorchBytes;  // text that train reads itself comes on top
   machine.host.decode_flops = rounded(rates.decode.flops);
   machine.host.decode_bytes_per_s = rounded(rates.decode.weight_bytes_per_s);
   machine.network.near_bytes_per_s = rounded(rates.loopback_bytes);

@@ -20,7 +20,6 @@ using base::ErrorCode;
 using base::Result;
 using base::Status;
 
-constexpr uint64_t kProcessBytesAssumed = 420'000'000;  // where the machine file says nothing
 constexpr uint64_t kCudaHostBytesAssumed = 1'500'000'000;
 constexpr uint64_t kPrefillChunkTokens = 2048;  // of a prompt in one product
 
@@ -321,8 +320,8 @@ Result<GenerationNeed> generation_need(const ModelShape& model, const Machine& m
   input.source_bytes = states;
   if (!need.in_memory) input.source_bytes += uint64_t{kCacheSlotBytes} * machine.device_count();
   input.process_bytes =
-      machine.host.process_bytes != 0 ? machine.host.process_bytes : kProcessBytesAssumed;
-  if (gpu) input.process_bytes += kCudaHostBytesAssumed;
+      machine.host.process_bytes != 0 ? machine.host.process_bytes : plan::kTorchBytes;
+  if (gpu) input.process_bytes += plan::kTorchGpuBytes + kCudaHostBytesAssumed;
   input.host_limit_bytes = limit - std::min(limit, kept);
   // Other systems bring the weights of each layer by itself.
   if (gpu && machine.gpu.memory_bytes > 0 && !options.takes_turns()) {

@@ -215,7 +215,6 @@ MemoryNeed memory_need(const ModelShape& model, const Machine& machine, const St
                        const TrainingUse& use, const plan::Pipeline& pipeline) {
   // Python with torch and transformers beside what the machine file says of a program with torch.
   constexpr uint64_t kTransformersBytes = 330'000'000;
-  constexpr uint64_t kProcessBytes = 420'000'000;  // where the machine file says nothing
   // Assumed: CUDA's libraries as a process has them in the host's memory.
   constexpr uint64_t kCudaHostBytes = 1'500'000'000;
   const uint64_t parameters = model.parameters();
@@ -233,7 +232,8 @@ MemoryNeed memory_need(const ModelShape& model, const Machine& machine, const St
   // Master, momentum and variance, and all gradients once more, in f32.
   if (use.in_memory) input.optimizer_bytes = 16 * parameters;
   input.process_bytes =
-      machine.host.process_bytes != 0 ? machine.host.process_bytes : kProcessBytes;
+      machine.host.process_bytes != 0 ? machine.host.process_bytes : plan::kTorchBytes;
+  if (python || input.gpu) input.process_bytes += plan::kTorchGpuBytes;
   if (python) input.process_bytes += kTransformersBytes;
   if (input.gpu) input.process_bytes += kCudaHostBytes;
   MemoryNeed need;

@@ -1,12 +1,16 @@
 #include "smartinf/train/accelerator.h"
 
 #include <optional>
+#include <string>
 
 #include <ATen/DeviceAccelerator.h>
 #include <c10/core/AllocatorConfig.h>
 #include <c10/core/CachingDeviceAllocator.h>
+#include <dlfcn.h>
 #include <fmt/format.h>
+#include <unistd.h>
 
+#include "smartinf/base/log.h"
 #include "smartinf/base/unified_memory.h"
 #include "smartinf/plan/training_memory.h"
 
@@ -16,10 +20,35 @@ using base::ErrorCode;
 using base::Result;
 using base::Status;
 
+namespace {
+
+/// torch's library for GPUs of one kind, which registers itself when it is loaded: why it could not
+/// be; empty where it was, or where this torch has none.
+std::string load_backend(const std::string& library) {
+  if (::dlopen(library.c_str(), RTLD_NOW | RTLD_GLOBAL) != nullptr) return "";
+  std::string error = ::dlerror();
+  return error.starts_with(library + ": cannot open") ? "" : error;
+}
+
+/// Without a GPU, torch's libraries for them would take 0.2 s and 350 MiB of every process. torch
+/// looks for a backend once, at a moment of its choice, so it is loaded before main().
+const std::string kBackendError = [] {
+  if (::dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL) != nullptr)
+    return load_backend("libtorch_cuda.so");
+  if (::access("/dev/kfd", F_OK) == 0) return load_backend("libtorch_hip.so");
+  if (::access("/dev/dri", F_OK) == 0) return load_backend("libtorch_xpu.so");
+  return std::string();
+}();
+
+}  // namespace
+
 Result<torch::Device> choose_accelerator(const char* key, const std::string& name,
                                          uint32_t local_rank) {
   const std::optional<c10::DeviceType> found = at::getAccelerator(/*checked=*/false);
   const bool usable = found.has_value() && at::accelerator::deviceCount() > 0;
+  if (!kBackendError.empty() && name != "cpu") {
+    base::log(base::LogLevel::kWarning, "torch cannot use the GPU: " + kBackendError);
+  }
   const std::string there = usable ? c10::DeviceTypeName(*found, /*lower_case=*/true) : "";
   if (name == "cpu" || (name == "auto" && !usable)) return torch::Device(torch::kCPU);
   if (name == "auto" || name == there) {

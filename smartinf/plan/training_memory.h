@@ -59,10 +59,10 @@ uint64_t head_rows(uint64_t vocabulary);
 
 /// Assumed, not measured: the CUDA context with its kernels and the workspaces of its libraries.
 inline constexpr uint64_t kCudaBytes = 600 * base::kMiB;
-/// Of the host, in a program with torch (2.15 on x86-64) whatever the model; fitted to
-/// docs/results/plan_memory.md.
+/// Host memory of a process with torch (2.15 on x86-64), whatever the model and without a GPU; fitted
+/// to docs/results/plan_memory.md.
 inline constexpr uint64_t kTorchBytes = 175'000'000;
-/// More of torch's code, for GPUs: where there is one, and in Python always.
+/// Host memory of torch's libraries for GPUs: where there is a GPU, and in every Python process.
 inline constexpr uint64_t kTorchGpuBytes = 243'000'000;
 
 struct TrainingMemoryInput {

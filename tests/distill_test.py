@@ -7,12 +7,13 @@ import math
 import os
 import random
 import re
+import signal
 import subprocess
 import time
 import unittest
 
 from rank_processes import Ranks
-from train_runs import SMARTINF, TrainCase
+from train_runs import SMARTINF, TrainCase, start_held
 
 KILLS = int(os.environ.get("SMARTINF_TEST_KILLS", "4"))  # more at night
 STEPS = 24
@@ -49,8 +50,7 @@ class Distill(TrainCase):
         draw = random.Random(os.environ.get("SMARTINF_TEST_SEED", "7"))
         kills = 0
         while kills < KILLS:
-            process = subprocess.Popen(self.distill("killed", "--train.log_every", "1"), stdout=subprocess.PIPE,
-                                       stderr=subprocess.PIPE, text=True)
+            process = start_held(self.distill("killed", "--train.log_every", "1"))
             if kills % 4 == 0:  # its start
                 time.sleep(draw.uniform(0, 2))
             else:
@@ -59,7 +59,8 @@ class Distill(TrainCase):
                         break
                 time.sleep(draw.uniform(0, 0.2))
             process.kill()
-            process.communicate()
+            output = process.communicate()
+            self.assertEqual(process.returncode, -signal.SIGKILL, output)
             kills += 1
         self.run_it("killed")
         self.assertEqual(self.student("killed"), self.student("whole"))

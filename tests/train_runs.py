@@ -7,6 +7,7 @@ import os
 import pathlib
 import random
 import re
+import socket
 import subprocess
 import sys
 import tempfile
@@ -71,6 +72,16 @@ def make_corpus(path):
     path.write_text(" ".join(draw.choice(words) for _ in range(8000)), encoding="ascii")
 
 
+def start_held(words):
+    """The process of a command, which cannot run ahead of the reader of its lines by more than about ten of them."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)  # the least that the kernel gives
+        process = subprocess.Popen(words, stdout=theirs, stderr=subprocess.PIPE, text=True)
+        process.stdout = ours.makefile("r")
+    return process
+
+
 class TrainCase(unittest.TestCase):
     """A folder of its own per test, with a corpus and a recipe."""
     on_drive = False  # where temporary files go, and not in SMARTINF_TEST_FOLDER
@@ -98,6 +109,19 @@ class TrainCase(unittest.TestCase):
                                 env={**os.environ, **(env or {})}, timeout=timeout)
         self.assertEqual(result.returncode, code, result.stdout[-2000:] + result.stderr[-2000:])
         return result.stderr
+
+    def start(self, recipe, run, *flags):
+        return start_held(self.command(recipe, run, flags))
+
+    def wait_for_step(self, process, count=1):
+        """The lines until then."""
+        lines = []
+        for line in process.stdout:
+            lines.append(line)
+            count -= line.startswith("step")
+            if count == 0:
+                return "".join(lines)
+        self.fail("no step before the end: " + process.stderr.read())
 
     def devices(self, run, count):
         flags = []
@@ -154,20 +178,6 @@ class StreamCase(TrainCase):
         """Beside several devices the drives would be measured, which takes memory."""
         rates = [word for i in range(count) for word in (f"--device.{i}.bandwidth", "1")]
         return [*self.devices(run, count), *rates]
-
-    def start(self, recipe, run, *flags):
-        return subprocess.Popen(self.command(recipe, run, flags), stdout=subprocess.PIPE,
-                                stderr=subprocess.PIPE, text=True)
-
-    def wait_for_step(self, process, count=1):
-        """The lines until then."""
-        lines = []
-        for line in process.stdout:
-            lines.append(line)
-            count -= line.startswith("step")
-            if count == 0:
-                return "".join(lines)
-        self.fail("no step before the end: " + process.stderr.read())
 
     def check_same_as(self, run, undisturbed):
         self.assertEqual(self.losses(run), self.losses(undisturbed))

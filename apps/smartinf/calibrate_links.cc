@@ -276,7 +276,7 @@ Status measure_links(const LinksJob& job, const train::Ranks& ranks) {
     for (uint32_t b = 0; b < boxes.count(); ++b) {
       if (a == b) continue;
       const sim::Link& link = cluster.link(a, b);
-      fmt::print("{} to {}: {:.4g} Mbit/s, {:.4g} with all at once, spread {:.1f} %, latency {}\n",
+      fmt::print("{} to {}: {:.6g} Mbit/s, {:.6g} with all at once, spread {:.1f} %, latency {}\n",
                  boxes.names[a], boxes.names[b], 8e-6 * link.bytes_per_s,
                  8e-6 * link.together_bytes_per_s, 100 * link.spread,
                  base::format_seconds(link.latency_s));

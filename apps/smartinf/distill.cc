@@ -46,10 +46,11 @@ void show_step(const train::StepReport& report, uint32_t block, uint32_t blocks,
                                            : fmt::format("layer {:>{}}/{}", block + 1,
                                                          std::to_string(blocks).size(), blocks);
   say(fmt::format(
-      "{}  step {:>{}}/{}  loss {:.3e}  grad norm {:.2e}  lr {:.2e}  {:.3g} s "
-      "(forward {:.3g} backward {:.3g} update {:.3g})",
+      "{}  step {:>{}}/{}  loss {:.3e}  grad norm {:.2e}  lr {:.2e}  {} "
+      "(forward {} backward {} update {})",
       part, report.step, std::to_string(steps).size(), steps, report.loss, report.gradient_norm,
-      report.lr, report.seconds, report.forward_s, report.backward_s, report.update_s));
+      report.lr, base::format_seconds(report.seconds), base::format_seconds(report.forward_s),
+      base::format_seconds(report.backward_s), base::format_seconds(report.update_s)));
 }
 
 void show_summary(const train::DistillSummary& made, bool json) {

@@ -314,16 +314,17 @@ nlohmann::json facts_json(const std::string& path, const DriveFacts& drive) {
 
 void look_at_space(const DriveFacts& drive, Report& report) {
   if (drive.is_block_device) {
-    report.ok("  space", fmt::format("{}, all of it used: about {:.3g} parameters (f32)",
-                                     base::format_bytes(drive.size_bytes),
-                                     static_cast<double>(drive.size_bytes / kStateBytes)));
+    report.ok("  space",
+              fmt::format("{}, all of it used: about {} parameters (f32)",
+                          base::format_bytes(drive.size_bytes),
+                          base::format_count(static_cast<double>(drive.size_bytes / kStateBytes))));
     return;
   }
   const std::string space =
-      fmt::format("{} free of {} on {}: room for about {:.2g} parameters (f32)",
+      fmt::format("{} free of {} on {}: room for about {} parameters (f32)",
                   base::format_bytes(drive.free_bytes), base::format_bytes(drive.size_bytes),
                   drive.file_system.empty() ? "an unknown file system" : drive.file_system,
-                  static_cast<double>(drive.free_bytes / kStateBytes));
+                  base::format_count(static_cast<double>(drive.free_bytes / kStateBytes)));
   if (drive.free_bytes < (uint64_t{1} << 30)) {
     report.warn("  space", space, "Make room, or choose another drive.");
   } else {
@@ -404,9 +405,10 @@ void look_at_remote(const std::string& url, const serve::RemoteOptions& remote, 
     return;
   }
   report.ok("device", url);
-  report.ok("  space", fmt::format("{} may be used: room for about {:.2g} parameters (f32)",
-                                   base::format_bytes(*capacity),
-                                   static_cast<double>(*capacity / kStateBytes)));
+  report.ok("  space",
+            fmt::format("{} may be used: room for about {} parameters (f32)",
+                        base::format_bytes(*capacity),
+                        base::format_count(static_cast<double>(*capacity / kStateBytes))));
   json["free_bytes"] = *capacity;
   look_at_state(*source, url, DriveFacts{}, report, json);
 }

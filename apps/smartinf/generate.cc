@@ -192,8 +192,9 @@ class Generation {
       SI_RETURN_IF_ERROR(shows_growth() ? show_growth(/*last=*/true) : show_all(options));
     }
     SI_RETURN_IF_ERROR(generated);
-    note(fmt::format("{} tokens in {}, {:.3g} tokens/s", count, base::format_seconds(seconds),
-                     static_cast<double>(count) / std::max(seconds, 1e-9)));
+    const double rate = static_cast<double>(count) / std::max(seconds, 1e-9);
+    note(fmt::format("{} tokens in {}, {} tokens/s", count, base::format_seconds(seconds),
+                     rate < 100 ? fmt::format("{:.3g}", rate) : fmt::format("{:.0f}", rate)));
     return shown;
   }
 

@@ -81,10 +81,11 @@ class Screen {
     if (shown && !json_) {
       print(fmt::format(
           "step {:>{}}/{}  loss {:.4f}  grad norm {:.3f}  lr {:.2e}  "
-          "{:.3g} s (forward {:.3g} backward {:.3g} update {:.3g})  "
+          "{} (forward {} backward {} update {})  "
           "{:.0f} tokens/s{}",
           report.step, std::to_string(steps_).size(), steps_, report.loss, report.gradient_norm,
-          report.lr, report.seconds, report.forward_s, report.backward_s, report.update_s,
+          report.lr, base::format_seconds(report.seconds), base::format_seconds(report.forward_s),
+          base::format_seconds(report.backward_s), base::format_seconds(report.update_s),
           report.tokens_per_s(),
           view_ || last ? ""
                         : ", " + time_left(start_ns_, report.step - first_, steps_ - report.step)));

@@ -16,19 +16,24 @@ std::string scaled(double value, double unit, const std::array<const char*, 6>& 
     value /= unit;
     ++index;
   }
-  if (index == 0) return fmt::format("{:.0f} {}", value, names[index]);
+  if (index == 0) return fmt::format("{:.0f}{}", value, names[index]);
   const int decimals = value < 9.995 ? 2 : value < 99.95 ? 1 : 0;
-  return fmt::format("{:.{}f} {}", value, decimals, names[index]);
+  return fmt::format("{:.{}f}{}", value, decimals, names[index]);
 }
 
 }  // namespace
 
 std::string format_bytes(uint64_t bytes) {
-  return scaled(static_cast<double>(bytes), 1024.0, {"B", "KiB", "MiB", "GiB", "TiB", "PiB"});
+  return scaled(static_cast<double>(bytes), 1024.0, {" B", " KiB", " MiB", " GiB", " TiB", " PiB"});
 }
 
 std::string format_rate(double bytes_per_second) {
-  return scaled(bytes_per_second, 1000.0, {"B/s", "KB/s", "MB/s", "GB/s", "TB/s", "PB/s"});
+  return scaled(bytes_per_second, 1000.0, {" B/s", " KB/s", " MB/s", " GB/s", " TB/s", " PB/s"});
+}
+
+std::string format_count(double count) {
+  return scaled(count, 1000.0,
+                {"", " thousand", " million", " billion", " trillion", " quadrillion"});
 }
 
 std::string format_seconds(double seconds) {

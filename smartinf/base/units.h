@@ -17,6 +17,8 @@ inline constexpr uint64_t kGiB = uint64_t{1} << 30;
 std::string format_bytes(uint64_t bytes);
 /// "2.10 GB/s": decimal units, as drives and links are sold.
 std::string format_rate(double bytes_per_second);
+/// "1.25 billion".
+std::string format_count(double count);
 /// "1.25 s", "38 ms", "2 min 05 s".
 std::string format_seconds(double seconds);
 

@@ -10,6 +10,8 @@ TEST(Units, FormatsForPeople) {
   EXPECT_EQ(format_bytes(512 * kMiB), "512 MiB");
   EXPECT_EQ(format_bytes(1610612736), "1.50 GiB");
   EXPECT_EQ(format_rate(2.1e9), "2.10 GB/s");
+  EXPECT_EQ(format_count(640), "640");
+  EXPECT_EQ(format_count(1.25e9), "1.25 billion");
   EXPECT_EQ(format_seconds(0.038), "38 ms");
   EXPECT_EQ(format_seconds(125), "2 min 05 s");
 }

@@ -28,7 +28,7 @@ struct ProductRates {
 };
 /// threads: 0: all cores. Errors: as above.
 base::Result<ProductRates> compare_product_rates(uint32_t threads);
-/// "7.2 GFLOP/s in bf16, for which this processor has no instructions, and 54 in f32".
+/// "7.2 GFLOP/s in bf16, for which this processor has no instructions, and 54.0 in f32".
 std::string describe_product_rates(const ProductRates& rates);
 
 /// Precision that train.precision = "auto" stands for where this rank computes, by what the

@@ -6,7 +6,7 @@
 namespace smartinf::train {
 
 std::string describe_product_rates(const ProductRates& rates) {
-  return fmt::format("{:.2g} GFLOP/s in bf16{}, and {:.2g} in f32", rates.bf16 * 1e-9,
+  return fmt::format("{:.1f} GFLOP/s in bf16{}, and {:.1f} in f32", rates.bf16 * 1e-9,
                      rates.fast_bf16 ? "" : ", for which this processor has no instructions",
                      rates.f32 * 1e-9);
 }

@@ -102,6 +102,55 @@ TEST(Partition, FindsBlocksAndKeepsThemEven) {
               HasSubstr("4001 blocks of 4000 vertices"));
 }
 
+/// A ring in which each vertex has edges to the next four, of which one in twenty leads anywhere.
+Csr ring_with_far_edges(Vertex vertices) {
+  std::vector<Edge> edges;
+  uint64_t draw = 1;
+  for (Vertex v = 0; v < vertices; ++v) {
+    for (Vertex step = 1; step <= 4; ++step) {
+      draw = draw * 6364136223846793005u + 1442695040888963407u;
+      const bool far = (draw >> 33) % 20 == 0;
+      edges.push_back({v, static_cast<Vertex>((far ? draw >> 40 : v + step) % vertices)});
+    }
+  }
+  return both_ways(vertices, edges);
+}
+
+TEST(Partition, StreamKeepsANumberingThatCutsFewer) {
+  // Breadth first from any vertex is everywhere at once after some hops.
+  const Vertex vertices = 20'000;
+  const uint32_t blocks = 20;
+  const Csr csr = ring_with_far_edges(vertices);
+  std::vector<uint32_t> as_numbered(vertices);
+  for (Vertex v = 0; v < vertices; ++v) as_numbered[v] = v / (vertices / blocks);
+  const auto block_of = partition(csr, blocks, PartitionMethod::kStream).value();
+  EXPECT_LE(cut_edges(csr, block_of), cut_edges(csr, as_numbered));
+}
+
+TEST(Partition, OrdersABlockByTheBlocksThatNeedIt) {
+  const Vertex vertices = 4000;
+  const uint32_t blocks = 8;
+  const Csr csr = ring_with_far_edges(vertices);
+  std::vector<uint32_t> block_of(vertices);
+  for (Vertex v = 0; v < vertices; ++v) block_of[v] = v / (vertices / blocks);
+  const BlockOrder order = order_blocks(csr, block_of, blocks);
+  const Csr ordered = renumbered(csr, order.order);
+  for (uint32_t b = 0; b < blocks; ++b) {
+    std::vector<uint32_t> lowest;  // of other blocks that each vertex has edges to; 0: none
+    for (Vertex v = order.first[b]; v < order.first[b + 1]; ++v) {
+      lowest.push_back(0);
+      for (const Vertex to : ordered.neighbours(v)) {
+        const auto block =
+            static_cast<uint32_t>(std::ranges::upper_bound(order.first, to) - order.first.begin());
+        if (block != b + 1 && (lowest.back() == 0 || block < lowest.back())) lowest.back() = block;
+      }
+    }
+    EXPECT_TRUE(std::ranges::is_sorted(lowest));
+    EXPECT_EQ(lowest.front(), 0u);
+    EXPECT_GT(lowest.back(), 0u);
+  }
+}
+
 TEST(Neighbourhood, OrdersByHopsAndSamplesWhatLeadsFurther) {
   //  0 - 1 - 2 - 3,  1 - 4 (a hub of 5, 6, 7),  1 - 8 (a leaf)
   const std::vector<Edge> edges{{0, 1}, {1, 2}, {2, 3}, {1, 4}, {4, 5}, {4, 6}, {4, 7}, {1, 8}};

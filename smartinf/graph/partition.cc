@@ -137,21 +137,43 @@ uint64_t cut_edges(const Csr& csr, std::span<const uint32_t> block_of) {
 BlockOrder order_blocks(const Csr& csr, std::span<const uint32_t> block_of, uint32_t blocks) {
   std::vector<std::vector<Vertex>> members(blocks);
   for (Vertex v = 0; v < csr.vertices(); ++v) members[block_of[v]].push_back(v);
-  BlockOrder result;
-  result.order.reserve(csr.vertices());
-  result.first.push_back(0);
+  std::vector<uint32_t> sequence;
   std::vector<uint64_t> links(blocks);  // of each block to those that have a place
-  std::vector<bool> placed(blocks);
+  std::vector<uint32_t> places(blocks, kNone);
   for (uint32_t i = 0; i < blocks; ++i) {
     uint32_t next = kNone;
     for (uint32_t block = 0; block < blocks; ++block) {
-      if (!placed[block] && (next == kNone || links[block] > links[next])) next = block;
+      if (places[block] != kNone) continue;
+      if (next == kNone || links[block] > links[next]) next = block;
     }
-    placed[next] = true;
+    places[next] = i;
+    sequence.push_back(next);
     for (const Vertex v : members[next]) {
-      result.order.push_back(v);
       for (const Vertex to : csr.neighbours(v)) ++links[block_of[to]];
     }
+  }
+  // Of the other blocks that have edges to a vertex the two that come first, from 1; 0: none.
+  const auto needed_by = [&](Vertex v) {
+    std::pair lowest(kNone, kNone);
+    for (const Vertex to : csr.neighbours(v)) {
+      const uint32_t place = places[block_of[to]];
+      if (place == places[block_of[v]] || place == lowest.first) continue;
+      if (place < lowest.first) {
+        lowest = {place, lowest.first};
+      } else {
+        lowest.second = std::min(lowest.second, place);
+      }
+    }
+    return std::pair(lowest.first + 1, lowest.second + 1);
+  };
+  BlockOrder result;
+  result.order.reserve(csr.vertices());
+  result.first.push_back(0);
+  for (const uint32_t block : sequence) {
+    std::vector<std::pair<std::pair<uint32_t, uint32_t>, Vertex>> sorted;
+    for (const Vertex v : members[block]) sorted.emplace_back(needed_by(v), v);
+    std::ranges::sort(sorted);
+    for (const auto& [needed, v] : sorted) result.order.push_back(v);
     result.first.push_back(static_cast<Vertex>(result.order.size()));
   }
   return result;

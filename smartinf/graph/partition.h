@@ -37,8 +37,9 @@ base::Result<std::vector<uint32_t>> partition(const Csr& csr, uint32_t blocks,
 uint64_t cut_edges(const Csr& csr, std::span<const uint32_t> block_of);
 
 /// Vertices block by block. A block follows the one before it that it has most edges with all of,
-/// so that neighbouring blocks, taken together, have few edges to others as well; within a block
-/// vertices keep their order.
+/// so that neighbouring blocks, taken together, have few edges to others as well. Within a block
+/// first come vertices without edges to other blocks, then the others by the first two blocks that
+/// they have edges to: rows of a block that another one needs lie together.
 struct BlockOrder {
   std::vector<Vertex> order;  // [vertices]: the vertex that gets each number
   std::vector<Vertex> first;  // [blocks + 1]: the number that each block begins with

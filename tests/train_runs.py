@@ -7,11 +7,12 @@ import os
 import pathlib
 import random
 import re
-import socket
 import subprocess
 import sys
 import tempfile
 import unittest
+
+from rank_processes import start_held
 
 # Before torch is imported: models so small gain nothing from more, and several threads wait for each other by
 # computing, for most of the time where other tests run beside.
@@ -72,16 +73,6 @@ def make_corpus(path):
     path.write_text(" ".join(draw.choice(words) for _ in range(8000)), encoding="ascii")
 
 
-def start_held(words):
-    """The process of a command, which cannot run ahead of the reader of its lines by more than about ten of them."""
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)  # the least that the kernel gives
-        process = subprocess.Popen(words, stdout=theirs, stderr=subprocess.PIPE, text=True)
-        process.stdout = ours.makefile("r")
-    return process
-
-
 class TrainCase(unittest.TestCase):
     """A folder of its own per test, with a corpus and a recipe."""
     on_drive = False  # where temporary files go, and not in SMARTINF_TEST_FOLDER
@@ -111,7 +102,14 @@ class TrainCase(unittest.TestCase):
         return result.stderr
 
     def start(self, recipe, run, *flags):
-        return start_held(self.command(recipe, run, flags))
+        """Standard output is read by lines, and the run goes ahead of its reader by a few of them only."""
+        return self.held(self.command(recipe, run, flags))
+
+    def held(self, words):
+        process, output = start_held(words, stderr=subprocess.PIPE, text=True)
+        with output:
+            process.stdout = output.makefile("r")
+        return process
 
     def wait_for_step(self, process, count=1):
         """The lines until then."""

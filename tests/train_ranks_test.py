@@ -129,15 +129,17 @@ class TrainRanks(StreamCase):
     def test_stages_of_a_pipeline_have_the_bits_of_one_process(self):
         """Two of two ranks each and four, with a tied head on the first or the last; at night also others, and another head."""
         said = ["--train.validate_every", "2", "--train.sample_prompts", "def", "--train.sample_tokens", "8", "--json"]
-        cases = {"tied": ("f32", ["--train.clip_norm", "0.7", "--memory.activations", "keep"],
+        cases = {"tied": ("f32", 4, 5, ["--train.clip_norm", "0.7", "--memory.activations", "keep"],
                           (("fold", 2, 4), ("sync", 4, 4),
                            *((("sync", 2, 4), ("auto", 2, 2), ("fold", 3, 3), ("fold", 4, 4)) if ALL else ())))}
         if ALL:
-            cases["untied"] = ("bf16", ["--model.tied_head", "false", "--memory.activations", "recompute"],
+            cases["many"] = ("f32", 8, 9, ["--memory.activations", "keep"], (("sync", 3, 6), ("fold", 4, 8)))
+            cases["untied"] = ("bf16", 4, 5, ["--model.tied_head", "false", "--memory.activations", "recompute"],
                                (("auto", 2, 2),))
-        for name, (precision, more, shapes) in cases.items():
+        for name, (precision, layers, count, more, shapes) in cases.items():
             recipe = self.recipe(steps=4, precision=precision)
-            flags = ["--model.layers", "4", "--train.accumulation", "5", "--train.micro_batch", "2", *more, *said]
+            flags = ["--model.layers", str(layers), "--train.accumulation", str(count), "--train.micro_batch", "2", *more,
+                     *said]
             rows = lambda text, key: [row for row in map(json.loads, text.splitlines()) if key in row]
             one = self.train_with(1, recipe, name, *flags, "--engine.subgroup_elements", "65536")
             for tied, stages, ranks in shapes:
@@ -150,7 +152,7 @@ class TrainRanks(StreamCase):
                         self.assertEqual(rows(told, key), rows(one, key))
                     # What a stage sends: the activations of its micro batches, in the weights' type.
                     message = 2 * 32 * 96 * (4 if precision == "f32" else 2)
-                    batches = 5 if ranks == stages else 2  # those of rank 0, which may also have the head
+                    batches = count if ranks == stages else count // 2  # those of rank 0, which may also have the head
                     self.assertEqual({row["pipeline_sent_bytes"] for row in rows(told, "pipeline_sent_bytes")},
                                      {batches * message * (2 if tied == "fold" else 1)})
 

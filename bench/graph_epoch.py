@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """An epoch of smartinf-gnn whose activations do not fit in memory, beside computing alone and the drive's rate.
 
-    bench/graph_epoch.py --folder DIR [--graph GRAPH | --vertices 200000 --degree 8 --far 0.05] [--features 128]
+    bench/graph_epoch.py --folder DIR [--graph GRAPH | --vertices 200000 --degree 8 --far 0.05 --block 3000] [--features 128]
         [--layers 3] [--hidden 128] [--share 0.25] [--rounds 3] [--epochs 3] [--swap]
 
 DIR is on the drive to be measured. In each round the same epochs run twice: with all in memory, of which the seconds of computing
@@ -87,6 +87,7 @@ def main():
     parser.add_argument("--vertices", type=int, default=200000)
     parser.add_argument("--degree", type=int, default=8)
     parser.add_argument("--far", type=float, default=0.05)
+    parser.add_argument("--block", type=int, default=3000)
     parser.add_argument("--features", type=int, default=128)
     parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--hidden", type=int, default=128)
@@ -102,7 +103,7 @@ def main():
     if args.graph is None:
         args.graph = str(folder / "graph")
         make_graph(args, folder)
-        subprocess.run([args.gnn, "partition", args.graph, "--block", "1000"], check=True, stdout=sys.stderr)
+        subprocess.run([args.gnn, "partition", args.graph, "--block", str(args.block)], check=True, stdout=sys.stderr)
     shape = [args.graph, "--layers", str(args.layers), "--hidden", str(args.hidden), "--json"]
 
     def rows_of(*words, into=None):
@@ -113,6 +114,7 @@ def main():
 
     def median_of(way, *words, into=None):
         shutil.rmtree(folder / way, ignore_errors=True)
+        rows_of("train", *shape, "--device", str(folder / way), "--epochs", "0", *words, into=into)  # features, a new drive's rate
         rows = rows_of("train", *shape, "--device", str(folder / way), "--epochs", str(args.epochs + 1), *words, into=into)
         return {name: statistics.median(row[name] for row in rows[1:]) for name in ("seconds", "compute_s", "rows_s")} | {
             name: rows[-1][name] for name in ("up_bytes", "down_bytes", "loss", "parts")} | {

@@ -177,6 +177,18 @@ Status RowTables::prefetch(size_t number, std::span<const int64_t> ids) {
   return Status();
 }
 
+namespace {
+
+/// Whether values in the order of a batch's ids are in that of its distinct rows.
+bool in_order(const plan::RowBatch& batch) {
+  for (size_t i = 0; i < batch.place.size(); ++i) {
+    if (batch.place[i] != i) return false;
+  }
+  return true;
+}
+
+}  // namespace
+
 Status RowTables::gather(size_t number, std::span<const int64_t> ids, base::DataType type,
                          void* out, bool keep) {
   const Table& table = tables_[number];
@@ -185,6 +197,10 @@ Status RowTables::gather(size_t number, std::span<const int64_t> ids, base::Data
   const plan::RowBatch batch =
       plan::RowBatch::make(table.placement, checked.ok() ? ids : std::span<const int64_t>());
   const size_t row_out = table.options.dim * base::data_type_bytes(type);
+  if (ranks_ == nullptr && in_order(batch)) {
+    return gather_here(number, batch.rows, type, keep,
+                       {static_cast<std::byte*>(out), ids.size() * row_out});
+  }
   std::vector<std::byte> rows_out;
   if (ranks_ != nullptr) {
     const std::string call =
@@ -408,7 +424,8 @@ Status RowTables::send_values(size_t number, std::span<const int64_t> ids,
   SI_RETURN_IF_ERROR(check_ids(table, ids));
   const size_t dim = table.options.dim;
   const plan::RowBatch batch = plan::RowBatch::make(table.placement, ids);
-  const std::vector<float> ordered = by_row(batch, values, dim, add);
+  std::vector<float> ordered;
+  if (add || !in_order(batch)) values = ordered = by_row(batch, values, dim, add);
   size_t first = 0;
   for (size_t d = 0; d < batch.rows.size(); ++d) {
     const std::span<const uint32_t> rows = batch.rows[d];
@@ -417,7 +434,7 @@ Status RowTables::send_values(size_t number, std::span<const int64_t> ids,
       Message message;
       message.table = static_cast<uint32_t>(number);
       message.rows = csd::row_bytes(rows.subspan(at, some));
-      message.values = std::as_bytes(std::span(ordered).subspan((first + at) * dim, some * dim));
+      message.values = std::as_bytes(values.subspan((first + at) * dim, some * dim));
       if (csd::Device* const device = here(d)) replies_.submit(*device, message);
     }
     first += rows.size();

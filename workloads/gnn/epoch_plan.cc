@@ -105,7 +105,8 @@ std::vector<Part> make_parts(const Graph& graph, const RankOptions& ranks, const
   return parts;
 }
 
-uint64_t bytes_of(std::span<const Part> parts, std::span<const Layer> layers) {
+/// copies: of rows that are gathered, at once.
+uint64_t bytes_of(std::span<const Part> parts, std::span<const Layer> layers, uint64_t copies) {
   uint64_t most = 0;
   uint64_t put = 0;  // of a vertex: what a layer hands on
   for (size_t l = 1; l < layers.size(); ++l) put = std::max(put, uint64_t{2} * layers[l].in);
@@ -115,10 +116,9 @@ uint64_t bytes_of(std::span<const Part> parts, std::span<const Layer> layers) {
       const uint64_t out = l + 1 < layers.size() ? layers[l].out : 0;
       gathered = std::max(gathered, part.rows() * (layers[l].in + out) + part.count() * out);
     }
-    // Once in use, once for the next part, and once on the way from a device; and results of the
-    // part before.
+    // And results of the part before.
     const uint64_t floats =
-        3 * gathered + part.count() * (LayerPass::floats_of_vertex(layers) + put);
+        copies * gathered + part.count() * (LayerPass::floats_of_vertex(layers) + put);
     most = std::max(most, floats * sizeof(float));
   }
   return most;
@@ -229,10 +229,16 @@ Result<EpochPlan> plan_rank(const Graph& graph, const graph::Csr& csr,
                               ranks.ranks == 1 ? "the graph" : "a rank", blocks),
                   "Take fewer parts, or partition the graph into smaller blocks.");
   }
-  for (uint32_t count = std::max(1u, options.parts);; count = std::min(2 * count, blocks)) {
+  // In use, for the next part, and on the way where rows come in another order than they are taken.
+  const uint64_t copies = options.devices.size() > 1 || ranks.ranks > 1 ? 3 : 2;
+  const auto fits = [&](uint32_t count) {
     plan.parts = make_parts(graph, ranks, csr, share, count);
-    plan.part_bytes = bytes_of(plan.parts, layers);
-    if (plan.part_bytes <= room) break;
+    plan.part_bytes = bytes_of(plan.parts, layers, copies);
+    return plan.part_bytes <= room;
+  };
+  uint32_t count = std::max(1u, options.parts);
+  uint32_t few = count - 1;  // too few
+  for (; !fits(count); count = std::min(2 * count, blocks)) {
     if (options.parts > 0 || count == blocks) {
       return Status(
           ErrorCode::kOutOfMemory,
@@ -244,7 +250,13 @@ Result<EpochPlan> plan_rank(const Graph& graph, const graph::Csr& csr,
                       count == blocks ? ", or partition the graph into smaller blocks"
                                       : ", or more --parts"));
     }
+    few = count;
   }
+  while (few + 1 < count) {
+    const uint32_t between = (few + count) / 2;
+    (fits(between) ? count : few) = between;
+  }
+  (void)fits(count);
 
   plan.tables = tables_of(layers);
   uint64_t left = std::min(options.keep_bytes, options.memory_bytes / 4);

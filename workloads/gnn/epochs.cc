@@ -258,22 +258,25 @@ Status Epochs::hand_on(size_t layer, const Part& part, const LayerPass::InputGra
   return put(plan_.gradients(layer, true), part, gradient.to_neighbours);
 }
 
-Result<Epochs::Gathered> Epochs::put_and_gather(size_t step, std::vector<Results> results,
-                                                const Part* part) {
+Status Epochs::put_and_gather(size_t step, std::vector<Results> results, const Part* part,
+                              Gathered& gathered) {
   for (const auto& [table, of, values] : results) {
     SI_RETURN_IF_ERROR(write(table, of->vertices, values));
   }
   results.clear();
-  Gathered gathered;
-  if (part == nullptr) return gathered;
-  std::vector<Vertex> all = part->vertices;
-  all.insert(all.end(), part->halo.begin(), part->halo.end());
-  for (const auto& [table, with_halo] : plan_.wanted(step)) {
-    const std::span<const Vertex> vertices = with_halo ? all : part->vertices;
-    std::vector<float>& rows = gathered.emplace_back(vertices.size() * plan_.tables[table].dim);
-    SI_RETURN_IF_ERROR(read(table, vertices, rows));
+  if (part == nullptr) return Status();
+  const std::vector<EpochPlan::Wanted> wanted = plan_.wanted(step);
+  gathered.resize(wanted.size());
+  for (size_t i = 0; i < wanted.size(); ++i) {
+    const auto [table, with_halo] = wanted[i];
+    const uint64_t dim = plan_.tables[table].dim;
+    gathered[i].resize((with_halo ? part->rows() : part->count()) * dim);
+    const std::span rows(gathered[i]);
+    const auto own = rows.first(part->count() * dim);
+    SI_RETURN_IF_ERROR(read(table, part->vertices, own));
+    if (with_halo) SI_RETURN_IF_ERROR(read(table, part->halo, rows.subspan(own.size())));
   }
-  return gathered;
+  return Status();
 }
 
 template <typename Compute>
@@ -284,21 +287,21 @@ Status Epochs::over_parts(size_t step, EpochReport& report, const Compute& compu
   }
   parts.push_back(nullptr);
   const auto start = [&](size_t p) {
-    return std::async(std::launch::async, [this, step, part = parts[p],
-                                           results = std::exchange(results_, {})]() mutable {
-      return put_and_gather(step, std::move(results), part);
-    });
+    return std::async(std::launch::async,
+                      [this, step, part = parts[p], &gathered = gathered_[p % 2],
+                       results = std::exchange(results_, {})]() mutable {
+                        return put_and_gather(step, std::move(results), part, gathered);
+                      });
   };
-  std::future<Result<Gathered>> next = start(0);
+  std::future<Status> next = start(0);
   for (size_t p = 0; p < parts.size(); ++p) {
     uint64_t begin_ns = base::now_ns();
-    const Result<Gathered> rows = next.get();
-    SI_RETURN_IF_ERROR(rows.status());
+    SI_RETURN_IF_ERROR(next.get());
     report.row_seconds += base::seconds_since(begin_ns);
     if (parts[p] == nullptr) break;
     next = start(p + 1);
     begin_ns = base::now_ns();
-    SI_RETURN_IF_ERROR(compute(*parts[p], *rows));
+    SI_RETURN_IF_ERROR(compute(*parts[p], gathered_[p % 2]));
     report.compute_seconds += base::seconds_since(begin_ns);
   }
   for (const auto& [table, of, values] : std::exchange(results_, {})) {

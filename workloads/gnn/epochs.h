@@ -13,6 +13,7 @@
 // Parameters are an engine::Updater's, which commits them at the end of each epoch.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <memory>
 #include <span>
@@ -79,8 +80,8 @@ class Epochs {
   /// What a layer hands to the one before it.
   base::Status hand_on(size_t layer, const Part& part, const LayerPass::InputGradient& gradient);
   /// Puts results, then gathers what a step takes for a part; null: nothing.
-  base::Result<Gathered> put_and_gather(size_t step, std::vector<Results> results,
-                                        const Part* part);
+  base::Status put_and_gather(size_t step, std::vector<Results> results, const Part* part,
+                              Gathered& gathered);
   /// compute(part, rows) of each part that a step is computed for.
   template <typename Compute>
   base::Status over_parts(size_t step, EpochReport& report, const Compute& compute);
@@ -100,7 +101,8 @@ class Epochs {
   std::unique_ptr<LayerPass> layer_pass_;
   uint64_t done_ = 0;
   bool fresh_ = false;
-  std::vector<Results> results_;  // of the part that was computed last
+  std::vector<Results> results_;      // of the part that was computed last
+  std::array<Gathered, 2> gathered_;  // for a part and the next one
   RankExchange exchange_;
   std::unique_ptr<engine::Updater> updater_;
 };

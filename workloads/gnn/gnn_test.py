@@ -106,6 +106,13 @@ class Gnn(unittest.TestCase):
                     self.assertEqual(row["down_bytes"], row["planned_down_bytes"])
                 self.assertGreater(rows[0]["up_bytes"], 0)
 
+    def test_parts_are_as_few_as_fit(self):
+        memory = ("--memory", "1200KB")
+        (plan,) = map(json.loads, run(*self.words("plan", [], *memory)).splitlines())
+        self.assertGreater(plan["parts"], 4)
+        said = run(*self.words("plan", [], *memory, "--parts", plan["parts"] - 1), fails=True)
+        self.assertIn("half of the memory is 586 KiB", said)
+
     def test_kills_lose_nothing(self):
         epochs, flags = 40, ("--parts", 3, "--keep", 0)
         whole = {row["epoch"]: row["loss"] for row in self.train(self.devices(), epochs, *flags)}

@@ -7,8 +7,8 @@
 Each server is a network namespace, and each of its ranks has one thread and a device below DIR. Every two servers are joined by a veth
 pair of --rates bytes per second in each direction, and a server's ranks by its loopback of --ratio times as many for each (tc tbf). Without --graph an R-MAT
 graph is made. A way is a number of hops to preload, or `sample` (one hop, --fanout neighbours). A line of JSON for each run, with
-the median of its epochs but the first, and with what was predicted: by the plan's counts, the rate of a plain socket between servers, and the computing and the rows
-of epochs in one process. Then for each rate whether the chosen number of hops was the fastest of those measured, or behind it by no more
+the median of its epochs but the first, and with what was predicted: by the plan's counts, the rate of a plain socket between servers, the seconds of an exchange
+of few rows over the same links, and the computing and the rows of epochs in one process. Then for each rate whether the chosen number of hops was the fastest of those measured, or behind it by no more
 than the larger of their spreads (between the quartiles of all their epochs). Needs root.
 """
 import argparse
@@ -83,6 +83,16 @@ def run(args, links, way, device):
             "loss": rows[-1]["loss"]}
 
 
+def exchange_seconds(args, links, folder):
+    """Of an exchange of a graph of few vertices, with its wait for the last rank."""
+    few = argparse.Namespace(**{**vars(args), "graph": str(folder / "few"), "epochs": 20, "more": []})
+    if not pathlib.Path(few.graph).exists():
+        ranks = args.servers * args.ranks
+        for words in (["import", few.graph, "--made-of", str(16 * ranks), "--features", "16"], ["partition", few.graph, "--block", "4"]):
+            subprocess.run([args.gnn, *words], check=True, stdout=subprocess.DEVNULL)
+    return run(few, links, "0", folder / "run")["exchange_s"] / (2 * args.layers - 1)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", required=True)
@@ -117,15 +127,16 @@ def main():
         with Links(args.servers, 8 * rate) as links:
             shape(links, args, rate)
             socket_rate = links.measured_rate(int(rate / 2))
+            exchange_s = exchange_seconds(args, links, folder)
             plan = rows_of(output(command(args, "plan", None, "--servers", str(args.servers), "--ranks",
                                           str(args.servers * args.ranks), "--alone", str(alone_s),
                                           "--rows", str(int(row_rate)), "--between", str(int(socket_rate)),
-                                          "--within", str(int(rate * args.ratio)))))[0]
+                                          "--within", str(int(rate * args.ratio)), "--exchange", str(exchange_s))))[0]
             predicted = {str(row["hops"]): row["seconds"] for row in plan["preload"]}
             measured = {}
             for _ in range(args.rounds):
                 for way in args.ways:
-                    row = {"between": rate, "socket": round(socket_rate), "alone_s": round(alone_s, 3), **run(args, links, way, folder / "run")}
+                    row = {"between": rate, "socket": round(socket_rate), "alone_s": round(alone_s, 3), "one_exchange_s": round(exchange_s, 5), **run(args, links, way, folder / "run")}
                     print(json.dumps({**row, "predicted_s": predicted.get(way), "chosen": plan["chosen"]}), flush=True)
                     if way in predicted:
                         measured.setdefault(way, []).extend(row["epochs_s"])

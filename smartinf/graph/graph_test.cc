@@ -223,6 +223,12 @@ TEST(Shares, PreloadIsChosenByRatesAndRoom) {
   std::vector<PreloadCost> with_rows = costs;
   with_rows[2].row_bytes = 100;  // 100 ms, more than the gain
   EXPECT_EQ(choose_preload(with_rows, rates).value(), 1u);
+  std::vector<PreloadCost> with_exchanges = costs;
+  with_exchanges[1].exchanges = 4;
+  with_exchanges[2].exchanges = 3;
+  rates = {.alone_s = 1, .within = 1e3, .between = 1e3, .exchange_s = 0.01};
+  EXPECT_NEAR(predicted_seconds(with_exchanges[1], rates), 1.14, 1e-12);
+  EXPECT_EQ(choose_preload(with_exchanges, rates).value(), 2u);  // 1.13 s
   rates.room_bytes = 29;
   EXPECT_EQ(choose_preload(costs, rates).value(), 1u);
   rates.room_bytes = 9;

@@ -141,7 +141,8 @@ std::vector<std::vector<Vertex>> ServerShare::lacking(uint32_t rank, const Propa
 }
 
 double predicted_seconds(const PreloadCost& cost, const PreloadRates& rates) {
-  return cost.work * rates.alone_s + static_cast<double>(cost.row_bytes) / rates.rows +
+  return cost.work * rates.alone_s + cost.exchanges * rates.exchange_s +
+         static_cast<double>(cost.row_bytes) / rates.rows +
          static_cast<double>(cost.within_bytes) / rates.within +
          static_cast<double>(cost.between_bytes) / rates.between;
 }

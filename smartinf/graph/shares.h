@@ -96,6 +96,7 @@ struct PreloadCost {
   uint32_t hops = 0;
   // Of the rank with the most in each propagation, summed over them.
   double work = 0;             // where one process alone has 1
+  uint32_t exchanges = 0;      // propagations before which ranks hand each other rows
   uint64_t row_bytes = 0;      // read from tables and written to them
   uint64_t within_bytes = 0;   // sent or received
   uint64_t between_bytes = 0;  // of the server that moves most, likewise
@@ -106,6 +107,7 @@ struct PreloadRates {
   double rows = std::numeric_limits<double>::infinity();  // bytes per second of a rank's tables
   double within = 0;   // bytes per second of a rank, in each direction
   double between = 0;  // of a server
+  double exchange_s = 0;               // of an exchange of few rows
   uint64_t room_bytes = ~uint64_t{0};  // of a rank
 };
 double predicted_seconds(const PreloadCost& cost, const PreloadRates& rates);

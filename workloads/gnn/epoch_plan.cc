@@ -412,6 +412,7 @@ Result<std::vector<graph::PreloadCost>> preload_costs(const Graph& graph,
     for (size_t s = 0; s < steps; ++s) {
       cost.work += work[s] / all;
       cost.row_bytes += rows[s];
+      cost.exchanges += most(within[s]) + most(between[s]) > 0;
       cost.within_bytes += most(within[s]);
       cost.between_bytes += most(between[s]);
     }

@@ -52,7 +52,7 @@ struct Flags {
   std::optional<uint32_t> preload;
   uint32_t sample_hops = 0;
   graph::Sampling sampling;
-  double alone_s = 0;
+  double alone_s = 0, exchange_s = 0;
   std::string rows = "0", within = "0", between = "0", room = "0";
 };
 
@@ -75,6 +75,7 @@ Status settle_ranks(Flags& flags, const Graph& graph, std::vector<graph::Preload
   SI_ASSIGN_OR_RETURN(room, base::parse_bytes(flags.room));
   if (room > 0) rates.room_bytes = room;
   rates.alone_s = flags.alone_s;
+  rates.exchange_s = flags.exchange_s;
   const bool known = rates.within > 0 && rates.between > 0 && rates.alone_s > 0;
   if (flags.preload || ranks.sampling || ranks.servers == 1 || !known) return Status();
   SI_ASSIGN_OR_RETURN(
@@ -147,6 +148,7 @@ Status plan(Flags& flags) {
   for (const graph::PreloadCost& cost : costs) {
     preload.push_back({{"hops", cost.hops},
                        {"work", cost.work},
+                       {"exchanges", cost.exchanges},
                        {"row_bytes", cost.row_bytes},
                        {"within_bytes", cost.within_bytes},
                        {"between_bytes", cost.between_bytes},
@@ -329,6 +331,9 @@ void add_epoch_flags(CLI::App& app, Flags& flags, bool devices) {
                  "[they take no time]");
   app.add_option("--within", flags.within, "Bytes per second of a rank to others of its server");
   app.add_option("--between", flags.between, "Bytes per second of a server to others");
+  app.add_option("--exchange", flags.exchange_s,
+                 "Seconds of an exchange of few rows: exchange_s of train --json --preload 0 on a "
+                 "graph of few vertices, by 2 layers - 1 [bytes alone take time]");
   app.add_option("--room", flags.room, "Bytes that a rank's devices have for tables");
   if (!devices) {
     app.add_option("--ranks", epochs.ranks.ranks, "That share the graph")

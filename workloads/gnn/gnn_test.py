@@ -113,6 +113,13 @@ class Gnn(unittest.TestCase):
         said = run(*self.words("plan", [], *memory, "--parts", plan["parts"] - 1), fails=True)
         self.assertIn("half of the memory is 586 KiB", said)
 
+    def test_hops_are_chosen_by_exchanges_as_well(self):
+        words = self.words("plan", [], "--layers", 3, "--ranks", 2, "--servers", 2, "--alone", 1, "--within", "1GB", "--between", "1GB")
+        for seconds, chosen in ((0, 1), (10, 5)):
+            (plan,) = map(json.loads, run(*words, "--exchange", seconds).splitlines())
+            self.assertEqual([cost["exchanges"] for cost in plan["preload"]], [5, 4, 3, 2, 1, 0])
+            self.assertEqual(plan["chosen"], chosen)
+
     def test_kills_lose_nothing(self):
         epochs, flags = 40, ("--parts", 3, "--keep", 0)
         whole = {row["epoch"]: row["loss"] for row in self.train(self.devices(), epochs, *flags)}

@@ -1,6 +1,7 @@
 #include "workloads/gnn/epoch_plan.h"
 
 #include <array>
+#include <iterator>
 
 #include <fmt/format.h>
 
@@ -170,7 +171,8 @@ Shares make_shares(const Graph& graph, const graph::Csr& csr, const graph::Sprea
   return shares;
 }
 
-/// Calls reads(step, table, rows) and writes(step, table, rows) for all rows that an epoch moves.
+/// Calls reads(step, table, rows, halo) and writes(step, table, rows) for all rows that an epoch
+/// moves.
 template <typename Reads, typename Writes>
 void for_rows(const EpochPlan& plan, bool sampled, const Reads& reads, const Writes& writes) {
   for (size_t s = 0; s < plan.steps.size(); ++s) {
@@ -181,7 +183,8 @@ void for_rows(const EpochPlan& plan, bool sampled, const Reads& reads, const Wri
     for (const Part& part : plan.parts) {
       const bool computed = part.ring <= plan.steps[s].out;
       for (const auto& [table, with_halo] : plan.wanted(s)) {
-        if (computed) reads(s, table, with_halo ? part.rows() : part.count());
+        if (computed) reads(s, table, part.count());
+        if (computed && with_halo) reads(s, table, part.halo.size(), /*halo=*/true);
       }
       if (!plan.backward(s)) {
         if (computed) writes(s, l + 1, part.count());
@@ -265,19 +268,36 @@ Result<EpochPlan> plan_rank(const Graph& graph, const graph::Csr& csr,
     table.in_memory = bytes <= left;
     if (table.in_memory) left -= bytes;
   }
+  std::vector<bool> shared(graph.csr.vertices());
+  for (const Part& part : plan.parts) {
+    for (const Vertex v : part.halo) shared[v] = true;
+  }
+  std::ranges::copy_if(plan.vertices, std::back_inserter(plan.shared),
+                       [&](Vertex v) { return shared[v]; });
+  // Devices cache features.
+  for (size_t s = 1; s < plan.steps.size() && !plan.shared.empty(); ++s) {
+    EpochPlan::Table& table = plan.tables[plan.handed(s)];
+    const uint64_t bytes = plan.shared.size() * table.dim * sizeof(float);
+    if (table.in_memory || table.halo_in_memory || bytes > left) continue;
+    table.halo_in_memory = true;
+    left -= bytes;
+  }
   plan.table_memory_bytes = options.memory_bytes / 4 + left;
-  const auto moves = [&](size_t table, uint64_t rows, bool up) {
-    const uint64_t bytes = rows * plan.tables[table].dim * sizeof(float);
+  const auto moves = [&](size_t number, uint64_t rows, bool up, bool halo) {
+    const EpochPlan::Table& table = plan.tables[number];
+    const uint64_t bytes = rows * table.dim * sizeof(float);
     plan.row_bytes += bytes;
-    if (plan.tables[table].in_memory) return;
+    if (table.in_memory || (halo && table.halo_in_memory)) return;
     (up ? plan.rows_gathered : plan.rows_put) += rows;
     (up ? plan.up_bytes : plan.down_bytes) += bytes;
     plan.down_bytes += rows * sizeof(uint32_t);
   };
   for_rows(
       plan, ranks.sampling.has_value(),
-      [&](size_t, size_t table, uint64_t rows) { moves(table, rows, true); },
-      [&](size_t, size_t table, uint64_t rows) { moves(table, rows, false); });
+      [&](size_t, size_t table, uint64_t rows, bool halo = false) {
+        moves(table, rows, true, halo);
+      },
+      [&](size_t, size_t table, uint64_t rows) { moves(table, rows, false, false); });
   for (size_t s = 0; s < plan.steps.size(); ++s) {
     for (uint32_t to = 0; to < ranks.ranks; ++to) {
       (plan.within_server(to, ranks.rank) ? plan.within_bytes : plan.between_bytes) +=
@@ -366,7 +386,7 @@ Result<std::vector<graph::PreloadCost>> preload_costs(const Graph& graph,
       }
       const EpochPlan& plan = *planned;
       std::vector<uint64_t> rows_here(steps);
-      const auto moves = [&](size_t step, size_t table, uint64_t count) {
+      const auto moves = [&](size_t step, size_t table, uint64_t count, bool /*halo*/ = false) {
         rows_here[step] += count * plan.tables[table].dim * sizeof(float);
       };
       for_rows(plan, false, moves, moves);

@@ -58,10 +58,12 @@ struct EpochPlan {
   };
   std::vector<Exchange> exchanges;  // [steps]
   std::vector<Part> parts;
+  std::vector<graph::Vertex> shared;  // all parts' halos
   struct Table {
     std::string name;
     uint32_t dim = 0;
     bool in_memory = false;
+    bool halo_in_memory = false;  // rows that parts need of each other, as well as on devices
   };
   /// Features, then the activations between layers, then gradients of these, in up to two sets that
   /// take turns: `own` and `to_neighbours` of LayerPass::InputGradient, as far as the model has
@@ -100,9 +102,9 @@ struct EpochPlan {
 };
 
 /// memory_bytes: half of it is for parts, a quarter for tables, which stay in memory as far as they
-/// fit, features first, and the rest is the devices'. Errors: kOutOfMemory, a block with its
-/// neighbours does not fit: with what is needed and given; kInvalidArgument, more parts or
-/// ranks than blocks, and what ranks cannot be shared out among.
+/// fit, features first, then halos of those that do not, and the rest is the devices'. Errors:
+/// kOutOfMemory, a block with its neighbours does not fit: with what is needed and given;
+/// kInvalidArgument, more parts or ranks than blocks, and what ranks cannot be shared out among.
 base::Result<EpochPlan> plan_epoch(const Graph& graph, std::span<const Layer> layers,
                                    const EpochOptions& options);
 

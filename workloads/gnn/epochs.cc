@@ -30,6 +30,7 @@ constexpr uint64_t kRowsAtOnce = 1 << 14;
 /// Rows are shared out as the parameters' subgroups are: so many more of these, which nothing reads
 /// or writes, spread them over the devices.
 constexpr uint64_t kSpreadBlocks = 16;
+constexpr uint32_t kElsewhere = ~uint32_t{0};
 
 }  // namespace
 
@@ -132,10 +133,14 @@ Status Epochs::open_devices() {
     done_ = record.value("epoch", uint64_t{0});
   }
   in_memory_.resize(plan_.tables.size());
+  halos_.resize(plan_.tables.size());
   for (size_t t = 0; t < plan_.tables.size(); ++t) {
-    if (!plan_.tables[t].in_memory) continue;
-    in_memory_[t].resize(plan_.vertices.size() * plan_.tables[t].dim);
+    const auto& [name, dim, all, halo] = plan_.tables[t];
+    if (all) in_memory_[t].resize(plan_.vertices.size() * dim);
+    if (halo) halos_[t].resize(plan_.shared.size() * dim);
   }
+  shared_at_.assign(plan_.vertices.size(), kElsewhere);
+  for (uint32_t i = 0; i < plan_.shared.size(); ++i) shared_at_[row_of_[plan_.shared[i]]] = i;
   SI_RETURN_IF_ERROR(put_features());
   if (fresh_) {
     SI_ASSIGN_OR_RETURN(const std::vector<float> initial, first_parameters());
@@ -175,7 +180,6 @@ Result<std::vector<float>> Epochs::first_parameters() const {
 
 /// In the order of the file: to the devices when the run begins, and to memory where they stay.
 Status Epochs::put_features() {
-  constexpr uint32_t kElsewhere = ~uint32_t{0};
   std::vector<Vertex> vertex_of(graph_.csr.vertices(), kElsewhere);  // of each row of the file
   for (size_t i = 0; i < plan_.features; ++i) {
     vertex_of[graph_.order[plan_.vertices[i]]] = plan_.vertices[i];
@@ -218,13 +222,15 @@ std::vector<int64_t> Epochs::rows_of(std::span<const Vertex> vertices) const {
   return rows;
 }
 
-Status Epochs::read(size_t table, std::span<const Vertex> vertices, std::span<float> out) {
+Status Epochs::read(size_t table, std::span<const Vertex> vertices, std::span<float> out,
+                    bool halo) {
   const uint64_t dim = plan_.tables[table].dim;
   const std::vector<int64_t> rows = rows_of(vertices);
-  if (const std::vector<float>& held = in_memory_[table]; !held.empty()) {
+  halo = halo && !halos_[table].empty();
+  if (const std::vector<float>& held = halo ? halos_[table] : in_memory_[table]; !held.empty()) {
     for (size_t i = 0; i < rows.size(); ++i) {
-      std::copy_n(held.begin() + rows[i] * static_cast<int64_t>(dim), dim,
-                  out.begin() + static_cast<int64_t>(i * dim));
+      const auto row = static_cast<uint64_t>(rows[i]);
+      std::copy_n(held.data() + (halo ? shared_at_[row] : row) * dim, dim, out.data() + i * dim);
     }
     return Status();
   }
@@ -241,6 +247,12 @@ Status Epochs::write(size_t table, std::span<const Vertex> vertices,
                   held.begin() + rows[i] * static_cast<int64_t>(dim));
     }
     return Status();
+  }
+  if (std::vector<float>& held = halos_[table]; !held.empty()) {
+    for (size_t i = 0; i < rows.size(); ++i) {
+      const uint32_t at = shared_at_[static_cast<size_t>(rows[i])];
+      if (at != kElsewhere) std::copy_n(values.data() + i * dim, dim, held.data() + at * dim);
+    }
   }
   return updater_->tables()->put(table, rows, values);
 }
@@ -274,7 +286,8 @@ Status Epochs::put_and_gather(size_t step, std::vector<Results> results, const P
     const std::span rows(gathered[i]);
     const auto own = rows.first(part->count() * dim);
     SI_RETURN_IF_ERROR(read(table, part->vertices, own));
-    if (with_halo) SI_RETURN_IF_ERROR(read(table, part->halo, rows.subspan(own.size())));
+    if (!with_halo) continue;
+    SI_RETURN_IF_ERROR(read(table, part->halo, rows.subspan(own.size()), /*halo=*/true));
   }
   return Status();
 }

@@ -72,7 +72,9 @@ class Epochs {
   }
 
   std::vector<int64_t> rows_of(std::span<const graph::Vertex> vertices) const;
-  base::Status read(size_t table, std::span<const graph::Vertex> vertices, std::span<float> out);
+  /// halo: of a part.
+  base::Status read(size_t table, std::span<const graph::Vertex> vertices, std::span<float> out,
+                    bool halo = false);
   base::Status write(size_t table, std::span<const graph::Vertex> vertices,
                      std::span<const float> values);
   /// To memory at once, and to devices behind the computing.
@@ -93,6 +95,8 @@ class Epochs {
   EpochPlan plan_;
   std::vector<uint32_t> row_of_;               // [vertices]: of this rank's tables
   std::vector<std::vector<float>> in_memory_;  // by table
+  std::vector<std::vector<float>> halos_;      // by table, [EpochPlan::shared]
+  std::vector<uint32_t> shared_at_;            // of a row among these
   std::vector<int32_t> trained_;               // labels of those that are trained with, else -1
   plan::ParameterSpace space_;
   uint64_t parameter_count_ = 0;

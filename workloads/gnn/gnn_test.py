@@ -98,6 +98,7 @@ class Gnn(unittest.TestCase):
             for more, devices in (
                 (("--parts", 8, "--keep", 0, "--memory", "400MiB"), self.devices()),
                 (("--parts", 3, "--keep", "200KB", "--threads", 3), self.devices(3)),
+                (("--parts", 8, "--keep", "71KB"), self.devices()),  # halos of one table
             ):
                 rows = self.train(devices, 6, *flags, *more)
                 self.assertEqual([row["loss"] for row in rows], whole)
@@ -112,6 +113,13 @@ class Gnn(unittest.TestCase):
         self.assertGreater(plan["parts"], 4)
         said = run(*self.words("plan", [], *memory, "--parts", plan["parts"] - 1), fails=True)
         self.assertIn("half of the memory is 586 KiB", said)
+
+    def test_halos_stay_in_memory_where_tables_do_not_fit(self):
+        plans = [json.loads(run(*self.words("plan", [], "--parts", 8, "--keep", keep))) for keep in (0, "71KB")]
+        self.assertFalse(any(table["in_memory"] or table["halo_in_memory"] for table in plans[0]["tables"]))
+        self.assertEqual([table["name"] for table in plans[1]["tables"] if table["halo_in_memory"]], ["activations.1"])
+        self.assertLess(plans[1]["up_bytes"], plans[0]["up_bytes"])
+        self.assertEqual(plans[1]["row_bytes"], plans[0]["row_bytes"])
 
     def test_hops_are_chosen_by_exchanges_as_well(self):
         words = self.words("plan", [], "--layers", 3, "--ranks", 2, "--servers", 2, "--alone", 1, "--within", "1GB", "--between", "1GB")

@@ -138,10 +138,15 @@ Status plan(Flags& flags) {
   for (const EpochPlan::Table& table : made.tables) {
     const uint64_t bytes = made.vertices.size() * table.dim * sizeof(float);
     room += bytes;
-    tables.push_back({{"name", table.name}, {"bytes", bytes}, {"in_memory", table.in_memory}});
+    tables.push_back({{"name", table.name},
+                      {"bytes", bytes},
+                      {"in_memory", table.in_memory},
+                      {"halo_in_memory", table.halo_in_memory}});
     if (!flags.json) {
       fmt::print("{:<24} {:>10}  {}\n", table.name, base::format_bytes(bytes),
-                 table.in_memory ? "in memory" : "on devices");
+                 table.in_memory        ? "in memory"
+                 : table.halo_in_memory ? "on devices, with what parts need of each other in memory"
+                                        : "on devices");
     }
   }
   ordered_json preload = ordered_json::array();

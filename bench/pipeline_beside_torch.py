@@ -9,6 +9,7 @@ period is what a micro batch more costs: the slope of a step's time between two 
 import argparse
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -65,6 +66,17 @@ class Links:
         files = [f"/sys/class/net/to{other}/statistics/tx_bytes" for other in range(len(self.names)) if other != rank]
         out = subprocess.run([*self.on(rank), "cat", *files], check=True, capture_output=True, text=True).stdout
         return sum(map(int, out.split()))
+
+    def payload_bytes(self, rank, seen):
+        """Payload that its open sockets have brought to the others, without headers and repetitions, by socket; seen: what an
+        earlier call returned."""
+        out = subprocess.run([*self.on(rank), "ss", "-tinHO"], check=True, capture_output=True, text=True).stdout
+        for line in out.splitlines():
+            here, there = line.split()[3:5]
+            if sent := re.search(r"bytes_acked:(\d+)", line):
+                if not there.startswith(address(rank)):
+                    seen[here, there] = max(seen.get((here, there), 0), int(sent[1]))
+        return seen
 
     def measured_rate(self, bytes_each=4 << 20):
         """Bytes per second of a plain socket between the first two."""

@@ -39,6 +39,10 @@ def run(args, rate, stages, ranks, folder):
         processes = [subprocess.Popen([*links.on(rank), *words, *args.more], stdout=subprocess.DEVNULL,
                                       env={**os.environ, "RANK": str(rank), "WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1",
                                            "MASTER_ADDR": address(0), "MASTER_PORT": "29601"}) for rank in range(ranks)]
+        payload = [{}, {}]
+        while args.count and all(process.poll() is None for process in processes):
+            for rank in range(2):
+                links.payload_bytes(rank, payload[rank])
         codes = [process.wait() for process in processes]
         sent = [links.sent_bytes(rank) for rank in range(2)]
     shutil.rmtree(place, ignore_errors=True)
@@ -50,7 +54,7 @@ def run(args, rate, stages, ranks, folder):
     row = {"bits_per_s": rate, "ranks": ranks, "stages": stages, "tokens": timed[-1]["tokens"],
            "step_s": statistics.median(one["seconds"] for one in timed),
            "steps_s": [round(one["seconds"], 3) for one in timed], "last_loss": rows[-1]["loss"],
-           "link_bytes": sent, "steps": len(rows)}
+           "link_bytes": sent, "payload_bytes": [sum(one.values()) for one in payload], "steps": len(rows)}
     for key in ("ranks_sent_bytes", "ranks_received_bytes", "pipeline_sent_bytes", "pipeline_wait_s", "forward_s", "backward_s"):
         if key in timed[-1]:
             row[key] = timed[-1][key]
@@ -67,7 +71,7 @@ def main():
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--accumulation", type=int, default=8)
-    parser.add_argument("--count", action="store_true", help="what two stages send in a step, over each interface, and nothing else")
+    parser.add_argument("--count", action="store_true", help="what two stages send in a step, at sockets and over each interface, and nothing else")
     parser.add_argument("--smartinf", default=SMARTINF)
     parser.add_argument("more", nargs="*", help="behind --: further flags of smartinf train")
     args = parser.parse_args()
@@ -76,9 +80,10 @@ def main():
             few = run(args, args.rates[0], 2, 2, folder)
             args.steps += 6
             more = run(args, args.rates[0], 2, 2, folder)
-            each = [(there - here) / (more["steps"] - few["steps"]) for here, there in zip(few["link_bytes"], more["link_bytes"])]
-            print(json.dumps({"tokens": more["tokens"], "link_bytes_of_a_step": each,
-                              "of_messages": more["pipeline_sent_bytes"]}))
+            each = lambda key: [round((there - here) / (more["steps"] - few["steps"])) for here, there in zip(few[key], more[key])]
+            print(json.dumps({"tokens": more["tokens"], "of_messages": more["pipeline_sent_bytes"],
+                              "of_ranks": more["ranks_sent_bytes"], "payload_of_a_step": each("payload_bytes"),
+                              "link_bytes_of_a_step": each("link_bytes")}))
             return
         for rate in args.rates:
             for _ in range(args.rounds):

@@ -1,192 +1,216 @@
 #!/usr/bin/env python3
-"""What `smartinf plan` says a training run needs of host memory, against the peak resident size it really had.
+"""The memory that `smartinf train --print-plan` states for runs drawn at random, against the peak that each process had
+while it could not have more.
 
-    bench/plan_memory.py --device DIR [ROW ...]
+    bench/plan_memory.py --device DIR [--runs 30] [--seed 1] [--unlimited]
 
-Each row is a run of three steps of `smartinf train` on this project's own text, without a GPU, and a question to
-`plan` about the same model, precision and devices. The peak is the kernel's, of the whole process. Rows with "python"
-train a Llama of transformers with the Python package instead, on random tokens; they need both, torch, and PYTHONPATH.
-Rows with
-"streamed" give both a memory.host between what all would need and the least plan. Rows are named by what --list prints;
-all of them when none is named. SMARTINF names the binary [build/release/bin/smartinf].
+Each run is three steps of a Llama on this project's own text, without a GPU: width, layers, vocabulary, tokens,
+precision, format of the state, what becomes of activations and gradients, devices, replicas and stages are drawn. It is
+made twice: without a limit, for the peak (the kernel's, VmHWM), and with each process in a cgroup of what its plan
+states, without swap, for whether it is killed. There it has program files of its own, copies below DIR that nobody else
+has in memory, so that their pages count. Needs root, cgroup v1 or v2, and a drive at DIR: memory of a tmpfs would be
+counted as well. SMARTINF names the binary [build/release/bin/smartinf].
 """
 import argparse
-import json
 import os
 import pathlib
+import random
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 
 from runs import ROOT, SMARTINF, text_of
 
-STEPS = 3
-
-# layers, width, heads, heads of keys and values, feed-forward, vocabulary
-MODELS = {"5M": (6, 256, 4, 2, 768, 256), "25M": (8, 512, 8, 4, 1536, 256), "34M": (8, 512, 8, 4, 1536, 16384),
-          "108M": (12, 896, 14, 7, 2432, 256)}
-BATCH, SEQUENCE = 8, 256
-
-# What differs from bf16 weights, f32 state on one device, gradients in memory, every layer's activations kept.
-WAYS = {
-    "": {},
-    "checkpoints": {"checkpoints": True},
-    "f32": {"precision": "f32"},
-    "f32 checkpoints": {"precision": "f32", "checkpoints": True},
-    "memory": {"where": "memory"},
-    "f32 memory": {"precision": "f32", "where": "memory"},
-    "spill": {"spill": True},
-    "two devices": {"devices": 2},
-    "batch 2 of 1024": {"batch": 2, "sequence": 1024},
-    "accumulation": {"accumulation": 2},
-    "checkpoints accumulation": {"accumulation": 2, "checkpoints": True},
-    "streamed": {"streamed": True, "checkpoints": True, "batch": 1},
-    "streamed accumulation": {"streamed": True, "checkpoints": True, "batch": 1, "accumulation": 3},
-    "python": {"python": True},
-    "python checkpoints": {"python": True, "checkpoints": True},
-    "python release": {"python": True, "release": True},
-    "python release checkpoints": {"python": True, "release": True, "checkpoints": True},
-    "python release checkpoints accumulation": {"python": True, "release": True, "checkpoints": True,
-                                                "accumulation": 2},
-    "python checkpoints accumulation": {"python": True, "checkpoints": True, "accumulation": 2},
-}
-ROWS = {f"{model} {name}".strip(): (model, way) for model in MODELS for name, way in WAYS.items()
-        if (model in ("5M", "25M") and "streamed" not in way) or ("streamed" in way and model == "108M")
-        or name in ("", "checkpoints", "f32", "memory", "spill")
-        or ("python" in way and model == "108M")}
-
-PYTHON = """
-import json, sys
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
-import smartinf
-
-way = json.loads(sys.argv[1])
-torch.set_default_dtype(torch.bfloat16)
-model = LlamaForCausalLM(LlamaConfig(**way["config"], attn_implementation="sdpa"))
-model.train()
-if way.get("checkpoints"):
-    model.gradient_checkpointing_enable()
-accumulation = way.get("accumulation", 1)
-release = way.get("release", False)
-optimizer = smartinf.AdamW(model.parameters(), lr=1e-4, devices=[way["device"]], resume=False,
-                           release_gradients=release, accumulation_steps=accumulation if release else 1)
-for step in range(3):
-    for _ in range(accumulation):
-        tokens = torch.randint(0, way["config"]["vocab_size"], (8, 256))
-        loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
-        loss.backward()
-        del loss
-    optimizer.step()
-    optimizer.zero_grad()
-optimizer.close()
-"""
+UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+PROCESS_BYTES = 100_000_000  # when a process has loaded its libraries
+V1 = pathlib.Path("/sys/fs/cgroup/memory")
 
 
-def config(model):
-    layers, width, heads, kv_heads, inner, vocabulary = MODELS[model]
-    return {"model_type": "llama", "num_hidden_layers": layers, "hidden_size": width, "num_attention_heads": heads,
-            "num_key_value_heads": kv_heads, "intermediate_size": inner, "vocab_size": vocabulary,
-            "tie_word_embeddings": True}
+class Group:
+    """A cgroup of so many bytes of memory, of either version, with copies of files that are in no memory yet."""
+
+    def __init__(self, limit, files, place):
+        self.mounts = "mount --make-rprivate /; "
+        place.mkdir(exist_ok=True)
+        for number, file in enumerate(files):
+            copy = place / str(number)
+            if not copy.exists():
+                shutil.copy(file, copy)
+            with open(copy, "rb+") as opened:
+                os.fsync(opened.fileno())
+                os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            self.mounts += f"mount --bind {copy} {file}; "
+        self.folder = (V1 if V1.is_dir() else V1.parent) / f"plan_memory_{os.getpid()}_{id(self)}"
+        self.folder.mkdir()
+        names = ("memory.limit_in_bytes", "memory.swappiness") if V1.is_dir() else ("memory.max", "memory.swap.max")
+        (self.folder / names[0]).write_text(str(limit))
+        (self.folder / names[1]).write_text("0")
+
+    def words(self):
+        return ["unshare", "-m", "sh", "-ec", f'{self.mounts}echo $$ > {self.folder}/cgroup.procs; exec "$@"', "sh"]
+
+    def kills(self):
+        text = (self.folder / ("memory.oom_control" if V1.is_dir() else "memory.events")).read_text()
+        return int(re.search(r"oom_kill (\d+)", text)[1])
+
+    def remove(self):
+        self.folder.rmdir()
 
 
-def host_limit(machine, needed):
-    """A machine file with so much memory."""
-    return re.sub(r"(\[host\][^\[]*?memory_bytes *= *)[^\n#]+", rf"\g<1>{needed}", machine)
-
-
-def planned(model, way, machine, folder, unfit=False):
-    if way.get("streamed"):
-        # What everything takes where there is no limit; and, with no memory at all, the least plan's.
-        free = dict(way, streamed=False)
-        most = planned(model, free, host_limit(machine, 10**13), folder)
-        least = planned(model, free, host_limit(machine, 1), folder, unfit=True)
-        return planned(model, free, host_limit(machine, (most + least) // 2), folder)
-    (folder / "config.json").write_text(json.dumps(config(model)), encoding="utf-8")
-    if way.get("spill"):
-        machine = re.sub(r"gradient_spilled *= *\w+", "gradient_spilled = true", machine)
-    (folder / "machine.toml").write_text(machine, encoding="utf-8")
-    plan = json.loads(text_of("plan", folder / "config.json", "--machine", folder / "machine.toml",
-                           "--batch", way.get("batch", BATCH), "--seq", way.get("sequence", SEQUENCE),
-                           "--precision", way.get("precision", "bf16"),
-                           "--devices", way.get("devices", 1), "--accumulation", way.get("accumulation", 1),
-                           "--recompute", str(way.get("checkpoints", False)).lower(),
-                           *([] if unfit else ["--recipe", folder / "recipe.toml"]), "--json"))
-    if way.get("python"):
-        name = "Python, release_gradients=True" if way.get("release") else "Python"
-        return next(one["expected_host_bytes"] for one in plan["uses"] if one["with"] == name)
-    key = "memory_host_bytes" if way.get("where") == "memory" else "expected_host_bytes"
-    return plan[key if way.get("checkpoints") else key + "_without_checkpoints"]
-
-
-def peak(model, way, device, folder):
-    """Of a process that trains plan's recipe: what the kernel counted when it ended."""
-    keys = {"data.paths": ROOT / "docs", "data.suffixes": ".md", "data.validation_share": 0.2,
-            "data.sequence": way.get("sequence", SEQUENCE), "train.run": folder / "run",
-            "train.steps": STEPS, "train.sample_tokens": 0,
-            "train.micro_batch": way.get("batch", BATCH), "train.accumulation": way.get("accumulation", 1),
-            "train.precision": way.get("precision", "bf16"), "train.accelerator": "cpu",
-            "memory.activations": "recompute" if way.get("checkpoints") else "keep",
-            "optimizer.where": way.get("where", "device")}
-    if way.get("spill"):
+def drawn(draw):
+    """Keys of a run, and its ranks."""
+    stages, replicas = draw.choice([(1, 1)] * 5 + [(1, 2), (2, 1), (2, 2)])
+    ranks = stages * replicas
+    width = draw.choice([256, 384, 512])
+    batches = ranks * draw.choice([1, 1, 2]) * (2 if stages > 1 else 1)
+    keys = {"model.layers": draw.randint(4, 8), "model.width": width, "model.heads": width // 64,
+            "model.kv_heads": draw.choice([width // 64, width // 128]), "model.mlp_width": draw.choice([2, 3]) * width,
+            "model.vocabulary": draw.choice([256, 4096, 16384]), "model.tied_head": draw.choice(["true", "false"]),
+            "train.micro_batch": draw.choice([2, 4, 8]), "data.sequence": draw.choice([128, 256]),
+            "train.accumulation": batches, "train.precision": draw.choice(["bf16", "bf16", "f32"]),
+            "memory.activations": draw.choice(["keep", "recompute"]), "ranks.pipeline": stages,
+            "optimizer.format": draw.choice(["f32", "f32", "bf16"])}
+    way = draw.choice(["devices", "devices", "devices", "spilled", "streamed", "memory"]) if ranks == 1 else "devices"
+    if way == "spilled":
         keys["engine.gradient_budget"] = 0
-    for index in range(way.get("devices", 1)):
+    if way == "streamed":
+        keys["memory.activations"] = "recompute"
+    if way == "memory":
+        keys["optimizer.where"], keys["optimizer.format"] = "memory", "f32"
+    return keys, ranks, draw.choice([1, 1, 2]) if way != "memory" else 1, way
+
+
+def words_of(keys, ranks, devices, folder, device):
+    """Of each rank."""
+    keys = {"data.paths": ROOT / "docs", "data.suffixes": ".md", "data.validation_share": 0, "train.steps": 3,
+            "train.run": folder / "run", "train.sample_tokens": 0, "train.accelerator": "cpu", "train.threads": 1, **keys}
+    for index in range(ranks * devices):
         keys[f"device.{index}.path"] = device / str(index)
-    words = ["train", folder / "recipe.toml"]
-    words += [word for key, value in keys.items() for word in (f"--{key}", value)]
-    words = [SMARTINF, *words]
-    if way.get("python"):
-        (folder / "train.py").write_text(PYTHON, encoding="utf-8")
-        words = [sys.executable, folder / "train.py",
-                 json.dumps(dict(way, config=config(model), device=str(device / "0")))]
-    report = folder / "steps.txt"
-    with open(report, "w", encoding="utf-8") as out:
-        child = subprocess.Popen([str(word) for word in words], stdout=out, stderr=out)
-        _, status, usage = os.wait4(child.pid, 0)
-        child.returncode = os.waitstatus_to_exitcode(status)
-    if child.returncode != 0:
-        sys.exit(f"{' '.join(map(str, words))}: {report.read_text(encoding='utf-8')}")
-    return usage.ru_maxrss * 1024
+    return [SMARTINF, "train", folder / "recipe.toml", *(word for key, value in keys.items() for word in (f"--{key}", value))]
 
 
-def measured(name, device, machine):
-    model, way = ROWS[name]
+def start(words, ranks, port, groups=None, out=None):
+    """All ranks, each as if it were alone on a machine."""
+    started = []
+    for rank in range(ranks):
+        more = {"RANK": rank, "WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port} if ranks > 1 else {}
+        command = [*(groups[rank].words() if groups else []), *words]
+        started.append(subprocess.Popen([str(word) for word in command], stdout=out or subprocess.PIPE,
+                                        stderr=subprocess.STDOUT, text=True,
+                                        env={**os.environ, **{key: str(value) for key, value in more.items()}}))
+    return started
+
+
+def stated(words, ranks, port):
+    """Bytes of each rank's plan: the sum of its parts, which are rounded, and for that 2 MiB."""
+    text = start([*words, "--print-plan"], ranks, port)
+    text = [process.communicate()[0] for process in text][0]
+    totals = []
+    for parts in re.findall(r"of the host's memory are planned: ([^;\n]*)", text):
+        sizes = re.findall(r" ([0-9.]+) ([KMG]?i?B)(?:,|$)", parts)
+        totals.append(int(sum(float(number) * UNITS[unit] for number, unit in sizes)) + (2 << 20))
+    if not totals:
+        sys.exit(f"{' '.join(map(str, words))}: {text}")
+    return totals if len(totals) == ranks else totals * ranks
+
+
+def watch(process, peaks, rank, files):
+    """Keeps a process's peak, and the files that it has mapped."""
+    while process.poll() is None:
+        try:
+            text = pathlib.Path(f"/proc/{process.pid}/status").read_text()
+            if "Name:\tsmartinf" in text:
+                peaks[rank] = max(peaks[rank], int(re.search(r"VmHWM:\s+(\d+)", text)[1]) << 10)
+                if len(files) == 0 and peaks[rank] > PROCESS_BYTES:
+                    files += sorted(set(re.findall(r" r-xp .* (/\S+)$", pathlib.Path(f"/proc/{process.pid}/maps").read_text(), re.M)))
+        except (OSError, TypeError):
+            pass
+        time.sleep(0.01)
+
+
+def train(words, ranks, devices, device, port, groups=None):
+    """Peaks and kills of all ranks, and a process's files."""
+    peaks, files = [0] * ranks, []
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as said:
+        processes = start(words, ranks, port, groups, said)
+        watchers = [threading.Thread(target=watch, args=(process, peaks, rank, files)) for rank, process in enumerate(processes)]
+        for watcher in watchers:
+            watcher.start()
+        for watcher in watchers:
+            watcher.join()
+        kills = sum(group.kills() for group in groups or [])
+        said.seek(0)
+        if any(process.returncode for process in processes) and kills == 0:
+            sys.exit(f"{' '.join(map(str, words))}: {said.read()}")
+    for index in range(ranks * devices):
+        shutil.rmtree(device / str(index), ignore_errors=True)
+    shutil.rmtree(words[words.index("--train.run") + 1], ignore_errors=True)
+    return peaks, kills, files
+
+
+def run(keys, ranks, devices, way, device, port, limited):
+    """Plans and peaks of the ranks, and how many processes were killed."""
     with tempfile.TemporaryDirectory() as folder:
         folder = pathlib.Path(folder)
+        (folder / "recipe.toml").write_text("", encoding="utf-8")
+        words = words_of(keys, ranks, devices, folder, device)
+        if way == "streamed":  # between what everything takes and the least
+            most = stated(words, ranks, port)[0]
+            refused = start([*words, "--memory.host", "1MiB", "--print-plan"], 1, port)[0].communicate()[0]
+            number, unit = re.search(r"training needs ([0-9.]+) ([KMG]iB)", refused).groups()
+            words += ["--memory.host", (most + int(float(number) * UNITS[unit])) // 2]
+        plans = stated(words, ranks, port)
+        if way != "streamed":
+            words += ["--memory.host", max(plans)]
+        peaks, kills, files = train(words, ranks, devices, device, port)
+        groups = [Group(plan, files, device / f"files{rank}") for rank, plan in enumerate(plans) if limited]
         try:
-            return name, planned(model, way, machine, folder), peak(model, way, device, folder)
+            if limited:
+                _, kills, _ = train(words, ranks, devices, device, port + 1, groups)
         finally:
-            for index in range(2):
-                shutil.rmtree(device / str(index), ignore_errors=True)
+            for group in groups:
+                group.remove()
+        return plans, peaks, kills
+
+
+def text_of_row(keys, ranks, devices, way):
+    stages = keys["ranks.pipeline"]
+    return (f"{keys['model.layers']} x {keys['model.width']}, {keys['model.mlp_width']}, {keys['model.vocabulary']}"
+            f"{' tied' if keys['model.tied_head'] == 'true' else ''} | {keys['train.micro_batch']} x {keys['data.sequence']}, "
+            f"{keys['train.accumulation']} | {keys['train.precision']} | {keys['memory.activations']} | "
+            f"{way}{' x 2' if devices > 1 else ''}, {keys['optimizer.format']} | {stages} x {ranks // stages}")
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("rows", nargs="*", metavar="ROW")
-    parser.add_argument("--device", type=pathlib.Path, help="A directory on a drive; what is made there is erased")
-    parser.add_argument("--list", action="store_true")
-    options = parser.parse_args()
-    if options.list:
-        return print("\n".join(ROWS))
-    if not options.device:
-        parser.error("--device is missing")
-    for name in options.rows:
-        if name not in ROWS:
-            parser.error(f"no row '{name}'; --list names them")
-    options.device.mkdir(parents=True, exist_ok=True)
-    machine = options.device / "machine.toml"
-    text_of("calibrate", "--device", options.device, "--out", machine)
-    text = machine.read_text(encoding="utf-8")
-    errors = []
-    print("| model and options | planned | measured peak | error |\n|---|---|---|---|")
-    for name in options.rows or ROWS:
-        _, plan, real = measured(name, options.device, text)
-        errors.append(plan / real - 1)
-        print(f"| {name} | {plan / 1e6:.0f} MB | {real / 1e6:.0f} MB | {100 * errors[-1]:+.1f} % |", flush=True)
+    parser.add_argument("--device", type=pathlib.Path, required=True, help="A directory on a drive; what is made there is erased")
+    parser.add_argument("--runs", type=int, default=30)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--skip", type=int, default=0, help="runs of the seed that are left out, the first ones")
+    parser.add_argument("--unlimited", action="store_true", help="peaks alone, no run in a cgroup")
+    args = parser.parse_args()
+    args.device.mkdir(parents=True, exist_ok=True)
+    args.device = args.device.resolve()
+    if not (args.device / "smartinf.tuning").exists():
+        text_of("calibrate", "--device", args.device, "--out", args.device / "machine.toml")
+    draw = random.Random(args.seed)
+    rows = [drawn(draw) for _ in range(args.runs)][args.skip:]
+    print("| layers x width, inner, vocabulary | batch, number | weights | activations | state | stages x replicas "
+          "| planned | peak | error |\n|---|---|---|---|---|---|---|---|---|")
+    errors, killed = [], 0
+    for number, row in enumerate(rows):
+        plans, peaks, kills = run(*row, args.device, 29650 + 4 * number, not args.unlimited)
+        worst = max(range(row[1]), key=lambda rank: abs(plans[rank] / max(1, peaks[rank]) - 1))
+        errors.append(plans[worst] / peaks[worst] - 1)
+        killed += kills
+        print(f"| {text_of_row(*row)} | {plans[worst] / 1e6:.0f} MB | {peaks[worst] / 1e6:.0f} MB | "
+              f"{100 * errors[-1]:+.1f} %{' killed' if kills else ''} |", flush=True)
     size = [abs(error) for error in errors]
-    print(f"\n{len(size)} rows, mean error {100 * sum(size) / len(size):.1f} %, worst {100 * max(size):.1f} %")
+    print(f"\n{len(size)} runs, mean error {100 * sum(size) / len(size):.1f} %, worst {100 * max(size):.1f} %, {killed} killed")
 
 
 if __name__ == "__main__":

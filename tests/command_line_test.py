@@ -100,6 +100,9 @@ class WrongUsage(unittest.TestCase):
         self.refused("plan", "llama3-8B", "--cluster", "c.toml", says="Give --tokens-per-step")
         self.refused("plan", "llama3-8B", "--cluster", "c.toml", "--machine", "workstation-gen4", says="leave it or --cluster out")
         self.refused("plan", "llama3-8B", "--cluster", "c.toml", "--tokens-per-step", "8192", says="cannot read the cluster")
+        for forms in ("int8,", "", ",int8", "int8;int4", "none"):
+            self.refused("plan", "llama3-8B", "--cluster", "c.toml", "--tokens-per-step", "8192", "--compress", forms,
+                         says="Give some of int8, int4, lowrank, with commas")
         self.refused("calibrate", says="--device is required")
         self.refused("plan", "llama3-8B", "--table", "1e6", says="Write e.g. 4e7x64")
         self.refused("plan", "llama3-8B", "--table-zipf", "1", says="add --table ROWSxDIM")

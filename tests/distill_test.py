@@ -83,6 +83,12 @@ class Distill(TrainCase):
         self.run_it("changed")
         self.assertEqual(self.student("changed"), self.student("alone"))
 
+    def test_stages_are_read_by_one_process_too(self):
+        for stages in ("2,", "2;2", "none"):
+            done = subprocess.run(self.distill("refused", "--distill.stages", stages), capture_output=True, text=True, timeout=300)
+            self.assertEqual(done.returncode, 1, done.stderr)
+            self.assertIn(stages, done.stderr)
+
     def run_stages(self, run, stages, *flags, world, code=0):
         with Ranks(self.distill(run, "--distill.stages", stages, *flags), world) as ranks:
             self.assertEqual(ranks.wait(300), [code] * world, ranks.out(0) + "".join(map(ranks.err, range(world))))

@@ -50,6 +50,7 @@ on_host_cores = true
 [software]
 subgroup_elements = 65536
 slots = 8
+in_flight_bytes = 33554432
 gradient_bytes = 2
 weight_bytes = 2
 overlapped = "overlapped"
@@ -78,6 +79,9 @@ class PlanRuns(unittest.TestCase):
         for name, model in (("model", MODEL), ("large", LARGE)):
             (cls.folder / f"{name}.json").write_text(json.dumps(model), encoding="ascii")
         make_corpus(cls.folder / "corpus.txt")
+        # As the machine's file has it.
+        (cls.folder / "smartinf.tuning").write_text("io_bytes = 4194304\nio_depth = 8\nread_bytes_per_second = 1e9\n"
+                                                    "write_bytes_per_second = 1e9\n", encoding="ascii")
         cls.process_bytes = 400_000_000
         cls.process_bytes = cls.resident_bytes()
 
@@ -155,7 +159,6 @@ class PlanRuns(unittest.TestCase):
                 self.assertIsNotNone(planned, told)
                 # The process differs by some pages, and texts are rounded.
                 self.assertLess(abs(float(planned[1]) * UNITS[planned[2]] - plan["host_bytes"]), 12 << 20, told.stdout)
-                self.assertLessEqual(plan["expected_host_bytes"], plan["host_bytes"])
 
     def test_compressed_gradients(self):
         # A step of the plan has its part of the residual that is written in every sixteenth.

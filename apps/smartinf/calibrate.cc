@@ -255,6 +255,10 @@ base::Result<sim::DeviceGroup> measure_device(const std::string& path, const Cor
                         "Name a directory on a drive of the same kind.");
   }
   in_flight_bytes = tuning.io_bytes * tuning.io_depth;
+  // A run there need not measure again.
+  if (const base::Status kept = storage::remember_tuning(path, tuning); !kept.ok()) {
+    base::log(base::LogLevel::kWarning, kept.to_string());
+  }
   sim::DeviceGroup device;
   device.name = path;
   // Both moved at once; each alone gets the whole budget.
@@ -326,6 +330,7 @@ base::Result<sim::Machine> measure_machine(const CalibrateFlags& flags, CoreRate
   slots.slot_bytes = engine::state_bytes(kernels::UpdateRule::kAdamW, base::StateFormat::kF32,
                                          software.subgroup_elements);
   software.slots = static_cast<uint32_t>(plan::device_slots(slots));
+  software.in_flight_bytes = slots.in_flight_bytes;
   software.gradient_bytes = 2;
   software.weight_bytes = 2;
   software.gradient_spilled = false;

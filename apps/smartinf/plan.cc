@@ -95,7 +95,6 @@ ordered_json to_json(const sim::Plan& plan) {
                     {"streaming", streaming_of(one.need)},
                     {"gpu_bytes", one.need.gpu_bytes},
                     {"host_bytes", one.need.host_bytes},
-                    {"expected_host_bytes", one.need.expected_host_bytes},
                     {"memory_budget", one.need.memory_budget},
                     {"gradients_in_memory_bytes", one.need.plan.gradient_memory_bytes},
                     {"device_bytes", one.need.drive_bytes},
@@ -107,7 +106,7 @@ ordered_json to_json(const sim::Plan& plan) {
     sim::TrainingUse use = plan.use;
     use.recompute = recompute;
     use.in_memory = in_memory;
-    return sim::memory_need(plan.model, plan.machine, best.options, use).expected_host_bytes;
+    return sim::memory_need(plan.model, plan.machine, best.options, use).host_bytes;
   };
   return {{"model", plan.model.name},
           {"parameters", plan.model.parameters()},
@@ -124,8 +123,7 @@ ordered_json to_json(const sim::Plan& plan) {
           {"streaming", streaming_of(best.need)},
           {"gpu_bytes", best.need.gpu_bytes},
           {"host_bytes", best.need.host_bytes},
-          {"expected_host_bytes", best.need.expected_host_bytes},
-          {"expected_host_bytes_without_checkpoints", host_bytes(false, false)},
+          {"host_bytes_without_checkpoints", host_bytes(false, false)},
           {"memory_host_bytes", host_bytes(true, true)},
           {"memory_host_bytes_without_checkpoints", host_bytes(false, true)},
           {"device_bytes", best.need.drive_bytes},
@@ -228,10 +226,6 @@ void print_plan(const sim::Plan& plan) {
   };
   parts("GPU", best.need.gpu_parts);
   parts("host", best.need.host_parts);
-  if (best.need.expected_host_bytes < best.need.host_bytes) {
-    fmt::print("  The engine probably takes less of its buffers: then the host's peak is {}.\n",
-               base::format_bytes(best.need.expected_host_bytes));
-  }
   fmt::print("\n  {:<31} {:<8} {:<7} {:>9} {:>9} {:>6} {:>11} {:>8}  {}\n", "how", "--method",
              "state", "step", "tokens/s", "exact", "drives last", "cost/Mt", "bound by");
   for (size_t i = 0; i < plan.options.size(); ++i) {

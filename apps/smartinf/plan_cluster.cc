@@ -65,8 +65,11 @@ std::string box_text(const sim::ClusterPlan& plan, const sim::ClusterOption& opt
 std::string network_text(const sim::ClusterOption& option) {
   std::string text;
   if (option.boundary_bytes > 0) {
-    text = fmt::format("a step sends {} over each boundary, each way",
-                       base::format_bytes(option.boundary_bytes));
+    const std::string whole = base::format_bytes(option.boundary_bytes);
+    text = option.back_bytes == option.boundary_bytes
+               ? fmt::format("a step sends {} over each boundary, each way", whole)
+               : fmt::format("a step sends {} over each boundary, and gradients of {} back", whole,
+                             base::format_bytes(option.back_bytes));
   }
   if (option.exchange_bytes > 0) {
     text += fmt::format("{}each rank sends {} of gradients and weights to its replicas",
@@ -181,6 +184,7 @@ ordered_json to_json(const sim::ClusterPlan& plan) {
                        {"tokens_per_s", option.tokens_per_s},
                        {"bound_by", option.bound_by},
                        {"boundary_bytes", option.boundary_bytes},
+                       {"back_bytes", option.back_bytes},
                        {"exchange_bytes", option.exchange_bytes},
                        {"network", network_text(option)},
                        {"cost_per_mtoken", option.cost_per_mtoken},

@@ -5,7 +5,6 @@
 #include <charconv>
 #include <cmath>
 #include <filesystem>
-#include <sstream>
 
 #include <fmt/format.h>
 
@@ -244,16 +243,17 @@ Status apply_cluster_flags(const SimFlags& flags, SimQuestion& question) {
     request.chunks = static_cast<uint32_t>(chunks);
   }
   if (const std::string* text = value_of("compress")) {
-    std::istringstream forms(*text);
-    for (std::string name; std::getline(forms, name, ',');) {
+    for (size_t begin = 0, end = 0; end != std::string::npos; begin = end + 1) {
+      end = text->find(',', begin);  // behind a comma there is a name, too
+      const std::string name = text->substr(begin, end - begin);
       const auto form = base::enum_from_name<train::GradientForm>(name);
       if (!form || *form == train::GradientForm::kNone) {
         return bad_value("compress", *text, "Give some of int8, int4, lowrank, with commas.");
       }
       train::StageCompression compression;
       compression.form = *form;
-      request.forms.push_back({name, [compression, width = question.model.hidden](uint64_t tokens) {
-                                 return train::compressed_bytes(compression, tokens, width);
+      request.forms.push_back({name, [compression, width = question.model.hidden](uint64_t rows) {
+                                 return train::compressed_bytes(compression, rows, width);
                                }});
     }
   }

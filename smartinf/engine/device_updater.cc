@@ -592,7 +592,9 @@ uint32_t DeviceUpdater::slots() const {
 }
 
 uint64_t DeviceUpdater::subgroup_elements() const {
-  return set_.subgroups.empty() ? 0 : set_.subgroups.front().count;
+  uint64_t most = 0;
+  for (const plan::Subgroup& subgroup : set_.subgroups) most = std::max(most, subgroup.count);
+  return most;
 }
 
 std::vector<std::string> DeviceUpdater::describe_devices() const {

@@ -3,12 +3,14 @@
 #include <algorithm>
 #include <filesystem>
 #include <fstream>
+#include <optional>
 #include <string>
 
 #include <unistd.h>
 
 #include "smartinf/base/units.h"
 #include "smartinf/plan/memory_plan.h"
+#include "smartinf/storage/tuning.h"
 
 namespace smartinf::engine {
 
@@ -43,6 +45,27 @@ base::Result<plan::MemoryPlan> plan_buffers(const UpdaterOptions& options,
   input.subgroup_elements = options.subgroup_elements;
   input.weight_read_slots = options.stream_weights ? plan::kWeightReadSlots : 0;
   return plan::plan_memory(input);
+}
+
+std::optional<uint64_t> known_in_flight_bytes(const UpdaterOptions& options) {
+  const storage::IoTuning usual;
+  uint64_t most = 0;
+  for (const DeviceOptions& device : options.devices) {
+    const bool emulated = device.internal_link.given() || options.host_link.given();
+    const bool given = options.io_bytes != 0 && options.io_depth != 0;
+    const std::optional<storage::IoTuning> tuned =
+        given || emulated ? usual : storage::recall_tuning(device.path);
+    if (!tuned) return std::nullopt;
+    const uint64_t bytes = options.io_bytes != 0 ? options.io_bytes : tuned->io_bytes;
+    most = std::max(most, bytes * (options.io_depth != 0 ? options.io_depth : tuned->io_depth));
+  }
+  return most;
+}
+
+bool rates_are_known(const UpdaterOptions& options) {
+  return std::ranges::all_of(options.devices, [](const DeviceOptions& device) {
+    return device.bandwidth > 0 || storage::recall_tuning(device.path).has_value();
+  });
 }
 
 uint64_t host_memory_bytes() {
@@ -80,18 +103,30 @@ uint64_t available_memory_bytes() {
     if (meminfo >> kib) available = kib * base::kKiB;
     break;
   }
-  // A group's path in a unified hierarchy (cgroup v2): "0::/path". A group without a limit says
-  // "max".
+  // A group's path in a unified hierarchy (cgroup v2) is "0::/path", in that of memory (v1)
+  // "4:memory:/path". A group without a limit says "max".
   std::ifstream groups("/proc/self/cgroup");
   for (std::string line; std::getline(groups, line);) {
-    if (!line.starts_with("0::")) continue;
-    std::filesystem::path folder = "/sys/fs/cgroup" + line.substr(3);
-    for (; folder != "/sys/fs/cgroup" && folder.has_relative_path();
-         folder = folder.parent_path()) {
+    const bool unified = line.starts_with("0::");
+    const size_t path = line.find(":memory:/");
+    if (!unified && path == std::string::npos) continue;
+    const std::filesystem::path top = unified ? "/sys/fs/cgroup" : "/sys/fs/cgroup/memory";
+    std::filesystem::path folder = top.string() + line.substr(unified ? 3 : path + 8);
+    for (; folder != top && folder.has_relative_path(); folder = folder.parent_path()) {
       uint64_t limit = 0;
       uint64_t used = 0;
-      if (!(std::ifstream(folder / "memory.max") >> limit)) continue;
-      if (!(std::ifstream(folder / "memory.current") >> used)) continue;
+      const char* const most = unified ? "memory.max" : "memory.limit_in_bytes";
+      if (!(std::ifstream(folder / most) >> limit)) continue;
+      const char* const current = unified ? "memory.current" : "memory.usage_in_bytes";
+      if (!(std::ifstream(folder / current) >> used)) continue;
+      // Pages of files that are not mapped are dropped for others.
+      std::ifstream stat(folder / "memory.stat");
+      uint64_t bytes = 0;
+      for (std::string name; stat >> name >> bytes;) {
+        if (name == (unified ? "inactive_file" : "total_inactive_file")) {
+          used -= std::min(used, bytes);
+        }
+      }
       available = std::min(available, limit - std::min(limit, used));
     }
   }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 #include "smartinf/base/state_format.h"
@@ -25,6 +26,11 @@ uint64_t state_bytes(kernels::UpdateRule rule, base::StateFormat format, uint64_
 /// plan::plan_memory's.
 base::Result<plan::MemoryPlan> plan_buffers(const UpdaterOptions& options,
                                             const plan::ParameterSpace& space, uint32_t devices);
+/// Bytes of transfers that are to fill a drive, one way, as plan_buffers' devices will have them:
+/// given, or found on the devices; nothing where a device has yet to be measured.
+std::optional<uint64_t> known_in_flight_bytes(const UpdaterOptions& options);
+/// Whether devices need not be measured to share a run's state by their rates.
+bool rates_are_known(const UpdaterOptions& options);
 /// Bytes for an element on the drive, for gradients that do not stay in memory; 0: all of them do.
 uint32_t gradient_spill_bytes(const UpdaterOptions& options, const plan::ParameterSpace& space);
 

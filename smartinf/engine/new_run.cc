@@ -156,7 +156,7 @@ Result<NewRun> plan_new_run(const UpdaterOptions& options, const plan::Parameter
   set.fresh = true;
   set.residual = options.compress.residual_on_devices();
   set.staging_bytes = run.memory.staging_bytes;
-  set.subgroups = space.subgroups(run.memory.subgroup_elements);
+  set.subgroups = plan::cut_by_stage(space.subgroups(run.memory.subgroup_elements), options.stages);
   if (options.durability == storage::Durability::kNone) {
     run.notices.emplace_back(
         "durability \"none\": the state is overwritten in place; after a crash in the middle of a "

@@ -13,6 +13,7 @@
 #include "smartinf/engine/new_run.h"
 #include "smartinf/kernels/update.h"
 #include "smartinf/plan/memory_plan.h"
+#include "smartinf/plan/placement.h"
 #include "smartinf/plan/row_schedule.h"
 #include "smartinf/storage/format.h"
 #include "smartinf/storage/leak_in_flight.h"
@@ -143,7 +144,7 @@ class Resharder {
     if (options_.subgroup_elements == 0 && share > 0) {
       subgroup_elements = std::min(subgroup_elements, share * base::kBlockElements);
     }
-    subgroups_ = space.subgroups(subgroup_elements);
+    subgroups_ = plan::cut_by_stage(space.subgroups(subgroup_elements), options_.stages);
     summary_.subgroup_elements = subgroup_elements;
 
     StateSize size;

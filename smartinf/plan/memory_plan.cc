@@ -13,9 +13,6 @@ namespace {
 /// A device with fewer subgroups than this spends its time filling and draining.
 constexpr uint64_t kSubgroupsPerDeviceMin = 16;
 
-/// Fewer slots are not worth saving memory for.
-constexpr uint64_t kSlotsEnough = 6;
-
 uint64_t slot_bytes(const MemoryPlanInput& input, uint64_t elements) {
   return state_bytes(input.format, input.planes, elements) +
          base::round_up(elements * input.gradient_spill_bytes, base::kIoAlignment);
@@ -116,10 +113,16 @@ base::Result<MemoryPlan> plan_memory(const MemoryPlanInput& input) {
   return plan;
 }
 
-uint64_t buffer_bytes(const MemoryPlan& plan, uint64_t elements, uint32_t devices) {
-  const uint64_t subgroups = base::divide_up(elements, plan.subgroup_elements * devices);
-  const uint64_t unused = plan.slots - std::min<uint64_t>(plan.slots, subgroups);
-  return plan.staging_bytes + devices * (plan.device_bytes - unused * plan.slot_bytes);
+uint64_t buffer_bytes(const MemoryPlan& plan, uint64_t elements, uint32_t devices,
+                      const DriveSlots& drives) {
+  DeviceSlotsInput input;
+  input.memory_bytes = plan.slots * plan.slot_bytes;
+  input.slot_bytes = plan.slot_bytes;
+  input.subgroups = base::divide_up(elements, plan.subgroup_elements * devices);
+  input.slots = drives.slots;
+  input.in_flight_bytes = drives.in_flight_bytes;
+  const uint64_t read_bytes = plan.device_bytes - input.memory_bytes;
+  return plan.staging_bytes + devices * (device_slots(input) * plan.slot_bytes + read_bytes);
 }
 
 uint64_t device_slots(const DeviceSlotsInput& input) {
@@ -132,8 +135,9 @@ uint64_t device_slots(const DeviceSlotsInput& input) {
   if (input.gradients_spilled) return slots;
   // As many as the transfers take that were found to fill the drive, each way, and two at the
   // processor.
-  const uint64_t each_way = base::divide_up(input.in_flight_bytes, input.slot_bytes);
-  return std::min(slots, std::max(2 * each_way + 2, kSlotsEnough));
+  const uint64_t in_flight = std::min(input.in_flight_bytes, kSlotsMax * input.slot_bytes);
+  const uint64_t each_way = base::divide_up(in_flight, input.slot_bytes);
+  return std::min(slots, std::max<uint64_t>(2 * each_way + 2, kSlotsEnough));
 }
 
 }  // namespace smartinf::plan

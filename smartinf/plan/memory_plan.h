@@ -42,6 +42,8 @@ struct MemoryPlan {
 
 /// Fewer slots than this cannot overlap reading with writing.
 inline constexpr uint32_t kSlotsMin = 2;
+/// Fewer slots are not worth saving memory for.
+inline constexpr uint32_t kSlotsEnough = 6;
 /// Slots of a device at most; more do not help.
 inline constexpr uint32_t kSlotsMax = 32;
 
@@ -51,10 +53,6 @@ inline constexpr uint32_t kWeightReadSlots = 4;
 
 /// Errors: kOutOfMemory with the smallest budget that would do.
 base::Result<MemoryPlan> plan_memory(const MemoryPlanInput& input);
-
-/// Bytes of the buffers of all devices and the engine at most: no device has more slots than
-/// subgroups.
-uint64_t buffer_bytes(const MemoryPlan& plan, uint64_t elements, uint32_t devices);
 
 /// Bytes that the planes of so many elements take on the drive.
 uint64_t state_bytes(base::StateFormat format, std::span<const base::PlaneKind> planes,
@@ -72,6 +70,16 @@ struct DeviceSlotsInput {
 
 /// Slots that a device allocates; 0: there is no memory for one.
 uint64_t device_slots(const DeviceSlotsInput& input);
+
+/// What is known of devices before they are opened.
+struct DriveSlots {
+  uint32_t slots = 0;                       // as in DeviceSlotsInput
+  uint64_t in_flight_bytes = ~uint64_t{0};  // likewise; by default as many as there is memory for
+};
+
+/// Bytes of the buffers of all devices and the engine.
+uint64_t buffer_bytes(const MemoryPlan& plan, uint64_t elements, uint32_t devices,
+                      const DriveSlots& drives = {});
 
 /// Whether a state cache of so many bytes leaves room for `other_bytes`, the engine's buffers and
 /// gradients. Errors: kOutOfMemory with the numbers.

@@ -5,11 +5,14 @@
 #include <limits>
 #include <map>
 #include <ranges>
+#include <set>
 #include <utility>
 
 #include <fmt/format.h>
 
 #include "smartinf/base/check.h"
+#include "smartinf/base/state_format.h"
+#include "smartinf/base/units.h"
 
 namespace smartinf::plan {
 
@@ -154,19 +157,46 @@ base::Result<std::vector<DeviceId>> place(std::span<const Subgroup> subgroups,
   return owner;
 }
 
+std::vector<Subgroup> cut_by_stage(std::span<const Subgroup> subgroups,
+                                   std::span<const RankSpan> stages) {
+  std::set<uint64_t> cuts;
+  for (const RankSpan& span : stages) {
+    for (const uint64_t edge : {span.first, span.end()}) {
+      cuts.insert(edge / base::kBlockElements * base::kBlockElements);
+      cuts.insert(base::round_up(edge, base::kBlockElements));
+    }
+  }
+  std::vector<Subgroup> made;
+  for (const Subgroup& subgroup : subgroups) {
+    uint64_t first = subgroup.first;
+    const uint64_t end = first + subgroup.count;
+    while (first < end) {
+      const auto next = cuts.upper_bound(first);
+      const uint64_t behind = next == cuts.end() ? end : std::min(end, *next);
+      made.push_back({base::SubgroupId{static_cast<uint32_t>(made.size())}, first, behind - first});
+      first = behind;
+    }
+  }
+  return made;
+}
+
 base::Result<std::vector<DeviceId>> place_by_stage(std::span<const Subgroup> subgroups,
                                                    std::span<const DeviceCapacity> devices,
                                                    std::span<const RankSpan> stages) {
-  // A subgroup is the last span's in which it begins: the tied head's comes first.
+  // Of spans that have as much of a subgroup the last one gets it: the tied head's comes first.
   std::map<uint32_t, std::pair<RankSpan, std::vector<size_t>>> numbers;  // by first rank
   for (size_t i = 0; i < subgroups.size(); ++i) {
-    for (const RankSpan& span : std::views::reverse(stages)) {
-      if (subgroups[i].first < span.first || subgroups[i].first >= span.end()) continue;
-      auto& [ranks, of_ranks] = numbers[span.first_rank];
-      ranks = span;
-      of_ranks.push_back(i);
-      break;
-    }
+    const auto elements = [&](const RankSpan& span) {
+      const uint64_t first = std::max(subgroups[i].first, span.first);
+      const uint64_t end = std::min(subgroups[i].first + subgroups[i].count, span.end());
+      return end - std::min(first, end);
+    };
+    const auto reversed = std::views::reverse(stages);
+    const auto most = std::ranges::max_element(reversed, {}, elements);
+    if (most == reversed.end() || elements(*most) == 0) continue;
+    auto& [ranks, of_ranks] = numbers[most->first_rank];
+    ranks = *most;
+    of_ranks.push_back(i);
   }
   std::vector<DeviceId> owner(subgroups.size(), DeviceId{kNobody});
   for (const auto& [first_rank, one] : numbers) {

@@ -33,9 +33,13 @@ base::Result<std::vector<base::DeviceId>> place(std::span<const Subgroup> subgro
                                                 std::span<const DeviceCapacity> devices,
                                                 std::span<const base::DeviceId> previous = {});
 
-/// place(), where each subgroup goes to the devices of the ranks that compute with its first
-/// element (the last of the spans that have it). Errors also: kInvalidArgument where these have
-/// none.
+/// The subgroups, cut in front of the first block that ranks of different stages compute with, and
+/// behind it: what one of them sends the other for it is for no more than a block's elements.
+std::vector<Subgroup> cut_by_stage(std::span<const Subgroup> subgroups,
+                                   std::span<const RankSpan> stages);
+
+/// place(), where each subgroup goes to the devices of the ranks that compute with most of it (the
+/// last such span's). Errors also: kInvalidArgument where these have none.
 base::Result<std::vector<base::DeviceId>> place_by_stage(std::span<const Subgroup> subgroups,
                                                          std::span<const DeviceCapacity> devices,
                                                          std::span<const RankSpan> stages);

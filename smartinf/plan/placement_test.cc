@@ -57,6 +57,29 @@ TEST(Placement, FullDevicesPassTheRestOn) {
   EXPECT_EQ(loads(subgroups, *owner, 3), (std::vector<uint64_t>{2000, 5000, 3000}));
 }
 
+TEST(Placement, StagesHaveABlockTogetherAtMost) {
+  constexpr uint64_t kBlock = base::kBlockElements;
+  const auto subgroups = equal_subgroups(3, 8 * kBlock);
+  // A head that is the embedding, in the first 100 elements, and stages that meet in a block.
+  const std::vector<RankSpan> stages = {
+      {0, 100, 1, 1}, {0, 13 * kBlock + 7, 0, 1}, {13 * kBlock + 7, 11 * kBlock - 7, 1, 1}};
+  const auto cut = cut_by_stage(subgroups, stages);
+  std::vector<uint64_t> blocks;
+  for (size_t i = 0; i < cut.size(); ++i) {
+    EXPECT_EQ(cut[i].id.value, i);
+    EXPECT_EQ(cut[i].first, i == 0 ? 0 : cut[i - 1].first + cut[i - 1].count);
+    blocks.push_back(cut[i].count / kBlock);
+  }
+  EXPECT_EQ(blocks, (std::vector<uint64_t>{1, 7, 5, 1, 2, 8}));
+  const auto owner =
+      place_by_stage(cut, std::vector<DeviceCapacity>{{1, ~0ull, 0}, {1, ~0ull, 1}}, stages);
+  ASSERT_TRUE(owner.ok());
+  std::vector<uint32_t> devices;
+  for (const base::DeviceId device : *owner) devices.push_back(device.value);
+  EXPECT_EQ(devices, (std::vector<uint32_t>{0, 0, 0, 1, 1, 1})) << "who has most of a block";
+  EXPECT_EQ(cut_by_stage(subgroups, {}).size(), subgroups.size());
+}
+
 TEST(Placement, SaysHowMuchIsMissing) {
   const auto subgroups = equal_subgroups(10, 1000);
   const std::vector<DeviceCapacity> devices = {{1.0, 2500}, {1.0, 6000}};

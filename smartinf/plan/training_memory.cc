@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <bit>
 #include <functional>
+#include <initializer_list>
+#include <iterator>
 #include <numeric>
 #include <span>
 #include <string>
@@ -15,10 +17,10 @@
 namespace smartinf::plan {
 namespace {
 
-// Measuring the drives takes this for a while (storage/tuning.cc), before torch has loaded all of
-// what training needs of it, which process_bytes holds.
+// What the CPU's products of 16 bit take of process_bytes: generated code and packed matrices.
+constexpr uint64_t k16BitBytes = 15'000'000;
+// Measuring the drives takes this for a while (storage/tuning.cc), before kLoadedLaterBytes.
 constexpr uint64_t kTuningBytes = 256 * base::kMiB;
-constexpr uint64_t kLoadedLaterBytes = 32 * base::kMiB;
 
 // Memory beside weights and optimizer in one phase of forward and backward.
 struct Phase {
@@ -37,18 +39,49 @@ uint64_t logits_bytes(const TrainingMemoryInput& input) {
   return rows * model.vocabulary * 3 * 4;
 }
 
-/// Gradients between a layer's feed-forward products. On an accelerator most take the place of
-/// saved values that they were made from; in the host's memory what was measured has room for all.
-uint64_t feed_forward_bytes(const TrainingMemoryInput& input) {
-  const TrainingModel& model = input.model;
-  const bool ours = input.gpu && input.program == TrainingProgram::kTrain;
-  const uint64_t widths = ours ? 2 : model.gated ? 6 : 4;
-  return model.tokens * input.value_bytes * widths * model.mlp_width;
+/// Parameters that have gradients.
+uint64_t trained_of(const TrainingModel& model) {
+  return model.adapters != 0 ? model.adapters : model.parameters;
+}
+
+/// Elements of the head's matrix, where it is trained.
+uint64_t head_elements(const TrainingModel& model) {
+  return model.adapters != 0 ? 0 : model.vocabulary * model.width;
 }
 
 /// Bytes of the input of a unit for a micro batch.
 uint64_t input_bytes(const TrainingMemoryInput& input) {
   return input.value_bytes * input.model.tokens * input.model.width;
+}
+
+/// Gradients between a layer's feed-forward products. In the trainer most take the place of saved
+/// values that they were made from; in the Python package what was measured has room for all.
+uint64_t feed_forward_bytes(const TrainingMemoryInput& input) {
+  const TrainingModel& model = input.model;
+  const bool ours = input.program == TrainingProgram::kTrain;
+  const uint64_t widths = ours ? 2 : model.gated ? 6 : 4;
+  return model.tokens * input.value_bytes * widths * model.mlp_width;
+}
+
+/// A norm: its input in f32, one factor, what is normalized (in f32 in our trainer, in the model's
+/// own type in transformers), and the product with its weight.
+uint64_t norm_bytes(const TrainingModel& model, TrainingProgram program, uint32_t value_bytes) {
+  const uint64_t normalized = program == TrainingProgram::kTrain ? 4 : value_bytes;
+  return model.tokens * (model.width * (4 + normalized + value_bytes) + 4);
+}
+
+/// The trainer's head before its first product: its input and the norm.
+uint64_t head_input_bytes(const TrainingMemoryInput& input) {
+  return input_bytes(input) + norm_bytes(input.model, input.program, input.value_bytes);
+}
+
+/// The trainer's gradient of the head's matrix while logits are made part by part: the first part's
+/// has the weights' type, the sum of more is f32.
+uint64_t head_gradient_bytes(const TrainingMemoryInput& input, bool of_all) {
+  const TrainingModel& model = input.model;
+  const uint64_t parts = base::divide_up(model.tokens, head_rows(model.vocabulary));
+  const uint64_t each = parts > (of_all ? 1 : 2) ? sizeof(float) : input.value_bytes;
+  return of_all || parts > 1 ? each * head_elements(model) : 0;
 }
 
 /// Micro batches that one process computes in a step, at most.
@@ -81,20 +114,21 @@ uint64_t largest_of(std::span<const Unit> units, size_t count = 1) {
   return std::accumulate(elements.begin(), elements.end(), uint64_t{0});
 }
 
+std::vector<Unit> layers_of(std::span<const Unit> units) {
+  std::vector<Unit> layers;
+  std::ranges::copy_if(units, std::back_inserter(layers),
+                       [](const Unit& unit) { return unit.layers > 0; });
+  return layers;
+}
+
 uint32_t most_layers_of(std::span<const Unit> units) {
   uint32_t layers = 0;
   for (const Unit& unit : units) layers = std::max(layers, unit.layers);
   return layers;
 }
 
-/// Parameters that have gradients.
-uint64_t trained_of(const TrainingModel& model) {
-  return model.adapters != 0 ? model.adapters : model.parameters;
-}
-
-/// Elements of the head's matrix, where it is trained.
-uint64_t head_elements(const TrainingModel& model) {
-  return model.adapters != 0 ? 0 : model.vocabulary * model.width;
+Phase largest(std::initializer_list<Phase> phases) {
+  return std::max(phases, [](const Phase& a, const Phase& b) { return a.total() < b.total(); });
 }
 
 /// Where each unit does all micro batches before the next one: gradients of one unit at a time.
@@ -111,10 +145,7 @@ Phase peak_of_stream(const TrainingMemoryInput& input) {
   const uint64_t in_buffers = near_buffers * input.saved_bytes;
   const uint64_t kept = (inputs + input.messages) * input_bytes(input) + boundary + in_buffers;
   const uint64_t layers = most_layers_of(input.units);
-  uint64_t elements = 0;
-  for (const Unit& unit : input.units) {
-    if (unit.layers > 0) elements = std::max(elements, unit.count);
-  }
+  uint64_t elements = largest_of(layers_of(input.units));
   if (input.chunk_units > 0) elements = largest_of(input.units, input.chunk_units);
   if (model.adapters != 0) {
     elements =
@@ -127,37 +158,82 @@ Phase peak_of_stream(const TrainingMemoryInput& input) {
   const uint64_t tied = model.tied ? head * (input.ranks == 1 ? whole : each) : 0;
   const bool parts =
       input.program == TrainingProgram::kTrain && model.tokens > head_rows(model.vocabulary);
-  const Phase loss{kept, head * (parts ? each + 4 : each), logits_bytes(input)};
-  // On an accelerator: a unit's last product comes first in backward, when all that was saved is
-  // still there, and its gradient is the only one; at the end all gradients are there.
+  const uint64_t of_head = input.program == TrainingProgram::kTrain && model.vocabulary > 0
+                               ? head_input_bytes(input)
+                               : 0;
+  const Phase loss{kept + of_head, head * (parts ? each + 4 : each), logits_bytes(input)};
+  // A unit's last product comes first in backward, when all that was saved is still there, and its
+  // gradient is the only one; at the end all gradients are there.
   const uint64_t sums = elements * (each - input.value_bytes);
-  const uint64_t first = input.gpu ? std::min(elements, model.width * model.mlp_width) : elements;
+  const uint64_t first = std::min(elements, model.width * model.mlp_width);
   const Phase layer{kept + layers * saved + feed_forward_bytes(input),
                     tied + sums + first * input.value_bytes, 0};
   const Phase gradients{kept + saved, tied + elements * each, 0};
   const Phase embedding{kept, tied + head * each, 0};
-  return std::max({loss, layer, gradients, embedding},
-                  [](const Phase& a, const Phase& b) { return a.total() < b.total(); });
+  return largest({loss, layer, gradients, embedding});
 }
 
+/// The trainer, where all units stay: a micro batch goes through the units one after another, and
+/// each unit's gradients leave before the next one's are made.
 Phase peak_of_backward(const TrainingMemoryInput& input) {
   const TrainingModel& model = input.model;
   const uint64_t value_bytes = input.value_bytes;
-  const bool released = input.program == TrainingProgram::kPython && input.release_gradients;
+  const uint64_t of_input = input_bytes(input);
+  const uint64_t unit_layers = std::max(1u, input.unit_layers);
+  const uint64_t units = base::divide_up(model.layers, unit_layers);  // a stage may have none
+  const uint64_t of_unit =
+      units == 0 ? 0 : unit_layers * layer_saved_bytes(model, input.program, input.value_bytes);
+  // In f32 the first norm keeps the unit's input itself.
+  const uint64_t in_unit = units > 0 && value_bytes == sizeof(float) && model.gated ? of_input : 0;
+  const uint64_t of_batch =
+      input.recompute ? units * of_input : units * (of_unit + of_input - in_unit);
+  const uint64_t others = (input.in_flight - 1) * of_batch + input.messages * of_input;
+  const uint64_t kept = of_batch + others;
+  // Sums over micro batches, a tied head's among them, are counted by themselves.
+  const bool sums = sums_of(input) > 0;
+  const uint64_t head = head_gradient_bytes(input, /*of_all=*/true);
+  const uint64_t tied = model.tied && !sums ? head : 0;
+  // A stage gives its gradients when it has sent its last message.
+  const uint64_t all = input.messages > 0 && !sums ? value_bytes * trained_of(model) : 0;
+  const bool frozen = model.adapters != 0;
+  const uint64_t trained =
+      value_bytes * (frozen ? base::divide_up(model.adapters, std::max<uint64_t>(1, units))
+                            : input.unit_elements);
+  const uint64_t of_embedding = frozen ? 0 : value_bytes * input.embedding_elements;
+
+  const uint64_t of_head = model.vocabulary == 0 ? 0 : head_input_bytes(input) + of_input;
+  const Phase loss{kept + of_head, head_gradient_bytes(input, /*of_all=*/false),
+                   logits_bytes(input)};
+  // The gradients of a norm that lie between its input's and its result's, in f32.
+  const uint64_t of_norm = model.vocabulary == 0 ? 0 : 4 * model.tokens * model.width * 4;
+  const Phase norm{kept + of_head + of_norm, head, 0};
+  // The last unit, whose values are computed once more where they were not kept: its first product
+  // in backward...
+  const uint64_t again = input.recompute ? of_unit - in_unit : 0;
+  const Phase last{kept + again + of_input + feed_forward_bytes(input),
+                   tied + std::min(trained, value_bytes * model.width * model.mlp_width), 0};
+  // ...and all its gradients; then those of the first units, of which a tied embedding's are added
+  // and cast.
+  const Phase unit{kept + again - of_unit + in_unit + 2 * of_input +
+                       norm_bytes(model, input.program, input.value_bytes),
+                   tied + trained, 0};
+  const Phase first{others + of_input, tied + std::max(all, of_embedding + tied / 2), 0};
+  return largest({loss, norm, last, unit, first});
+}
+
+/// Likewise a model of transformers, whose gradients stay until its step.
+Phase peak_of_python(const TrainingMemoryInput& input) {
+  const TrainingModel& model = input.model;
+  const uint64_t value_bytes = input.value_bytes;
   const uint64_t saved = layer_saved_bytes(model, input.program, input.value_bytes);
   const uint64_t backward = feed_forward_bytes(input);
-  const uint64_t inputs = model.layers * value_bytes * model.tokens * model.width;
-  const bool ours = input.gpu && input.program == TrainingProgram::kTrain;
-  const uint64_t of_batch = input.recompute ? inputs : model.layers * saved + (ours ? inputs : 0);
-  const uint64_t others = (input.in_flight - 1) * of_batch + input.messages * input_bytes(input);
-  const uint64_t kept = of_batch + others;
+  const uint64_t kept = model.layers * (input.recompute ? input_bytes(input) : saved);
   const uint64_t all = value_bytes * trained_of(model);
-  const uint64_t largest = value_bytes * model.largest_parameter;
+  const uint64_t one = value_bytes * model.largest_parameter;
   const uint64_t head = value_bytes * head_elements(model);
-  // In the Python package the sums of earlier micro batches are the gradients themselves, which
-  // stay where they are; each new one is added and freed.
-  const bool sums_are_gradients =
-      input.program == TrainingProgram::kPython && input.accumulation > 1 && !released;
+  // The sums of earlier micro batches are the gradients themselves, which stay where they are; each
+  // new one is added and freed.
+  const bool sums_are_gradients = input.accumulation > 1 && !input.release_gradients;
   const uint64_t before = sums_are_gradients ? all : 0;
 
   // Backward begins; what the logarithms were made of is gone.
@@ -168,11 +244,10 @@ Phase peak_of_backward(const TrainingMemoryInput& input) {
   const Phase last{kept + again + backward, before + head, 0};
   // ...and the first layer's, with the gradients of all others. Of released ones the largest is
   // left; a tied head's waits for the embedding's, and both are there when they are added.
-  Phase first{saved + backward + others, all, 0};
-  if (released) first.gradients = model.tied ? 2 * largest : largest;
-  if (sums_are_gradients) first.gradients = all + largest;
-  return std::max({loss, last, first},
-                  [](const Phase& a, const Phase& b) { return a.total() < b.total(); });
+  Phase first{saved + backward, all, 0};
+  if (input.release_gradients) first.gradients = model.tied ? 2 * one : one;
+  if (sums_are_gradients) first.gradients = all + one;
+  return largest({loss, last, first});
 }
 
 }  // namespace
@@ -190,16 +265,13 @@ uint64_t layer_saved_bytes(const TrainingModel& model, TrainingProgram program,
   // Korthikanti et al. 2022, section 4.1, without the scores, which no fused attention keeps.
   if (!model.gated) return model.tokens * 17 * value_bytes * model.width;
   const bool ours = program == TrainingProgram::kTrain;
-  // A norm: its input in f32, one factor, what is normalized (in f32 in our trainer, in the model's
-  // own type in transformers), and the product with its weight.
-  const uint64_t norm = model.width * (4 + (ours ? 4 : value_bytes) + value_bytes) + 4;
   // Rotated query and key, value, result. Our trainer has query, key and value in one tensor, kept
   // by the value's view.
   const uint64_t attention =
       value_bytes * ((ours ? query + 2 * kv : kv) + query + kv + query) + 4 * model.heads;
   // Gate and up, what SiLU makes of the gate, the product of both.
   const uint64_t forward = value_bytes * 4 * model.mlp_width;
-  return model.tokens * (2 * norm + attention + forward);
+  return 2 * norm_bytes(model, program, value_bytes) + model.tokens * (attention + forward);
 }
 
 uint64_t gradient_copies_elements(const TrainingModel& model, std::span<const Unit> units) {
@@ -241,13 +313,16 @@ TrainingMemory training_memory(const TrainingMemoryInput& input) {
           : value_bytes * slot_elements(units.subspan(placement.in_memory), placement.host_slots) +
                 placement.host_slots * input.slot_padding_bytes;
   const uint64_t in_host = stay ? weights : value_bytes * elements_of(units, placement.in_memory);
-  const Phase phase = stay ? peak_of_backward(input) : peak_of_stream(input);
+  const Phase phase = !stay    ? peak_of_stream(input)
+                      : python ? peak_of_python(input)
+                               : peak_of_backward(input);
   std::vector<MemoryPart> computing{{"weights", in_host},
                                     {"gradients", phase.gradients},
                                     {"activations", phase.activations},
                                     {"logits and their gradients", phase.logits}};
   if (!python && stay) {
-    computing.push_back({"sums of gradients in f32", 4 * sums_of(input) * trained_of(model)});
+    const uint64_t summed = trained_of(model) + (model.tied ? head_elements(model) : 0);
+    computing.push_back({"sums of gradients in f32", 4 * sums_of(input) * summed});
   }
   const uint64_t adapters = value_bytes * model.adapters;
   computing.push_back({"adapters", adapters});
@@ -283,7 +358,11 @@ TrainingMemory training_memory(const TrainingMemoryInput& input) {
   if (python && input.release_gradients && input.accumulation > 1) {
     memory.host.push_back({"sums of released gradients in f32", 4 * model.parameters});
   }
-  memory.host.push_back({"the process itself", input.process_bytes});
+  const bool products_of_16_bit = python || input.gpu || value_bytes < sizeof(float);
+  memory.host.push_back(
+      {"the process itself",
+       input.process_bytes -
+           (products_of_16_bit ? 0 : std::min(input.process_bytes, k16BitBytes))});
   memory.host_bytes = total_bytes(memory.host);
   const uint64_t at_start =
       input.measures_drives ? input.process_bytes + kTuningBytes - kLoadedLaterBytes : 0;
@@ -332,6 +411,9 @@ base::Status does_not_fit(const TrainingMemory& memory, const TrainingPlanInput&
 TrainingPlan stay_plan(const TrainingPlanInput& input, bool recompute) {
   TrainingPlan plan;
   TrainingMemoryInput memory = input.memory;
+  memory.unit_layers = most_layers_of(memory.units);
+  memory.unit_elements = largest_of(layers_of(memory.units));
+  if (memory.units.front().layers == 0) memory.embedding_elements = memory.units.front().count;
   memory.units.clear();
   memory.recompute = plan.recompute = recompute;
   plan.gradient_memory_bytes = std::min(input.gradient_bytes, input.gradient_limit_bytes);
@@ -340,6 +422,14 @@ TrainingPlan stay_plan(const TrainingPlanInput& input, bool recompute) {
   plan.units = all;
   plan.placement = {all, all, 0, 0};
   plan.memory = training_memory(memory);
+  if (memory.program == TrainingProgram::kTrain && memory.ranks == 1 && memory.messages == 0) {
+    const uint64_t waiting =
+        sums_of(memory) > 0 ? 0 : memory.value_bytes * trained_of(memory.model);
+    const uint64_t of_host = memory.gpu ? 0 : waiting;
+    plan.gradients_wait =
+        plan.memory.host_bytes + of_host <= input.host_limit_bytes &&
+        plan.memory.accelerator_bytes + (waiting - of_host) <= input.accelerator_limit_bytes;
+  }
   return plan;
 }
 
@@ -375,20 +465,27 @@ class StreamPlan {
     if (memory_.program == TrainingProgram::kPython) {  // those of a whole unit
       gradients_min = std::max(gradients_min, memory_.value_bytes * largest_of(memory_.units));
     }
-    gradients_ = std::min({input.gradient_bytes, input.gradient_limit_bytes, gradients_min});
+    const uint64_t most = std::min(input.gradient_bytes, input.gradient_limit_bytes);
+    gradients_ = std::min(most, gradients_min);
+    if (most == input.gradient_bytes &&
+        most + input.stream_bytes <= gradients_ + input.spill_bytes) {
+      gradients_ = most;
+    }
   }
 
   TrainingMemory memory() const {
     TrainingMemoryInput memory = memory_;
-    memory.optimizer_bytes += gradients_;
+    memory.optimizer_bytes +=
+        gradients_ +
+        (gradients_ < input_.gradient_bytes ? input_.spill_bytes : input_.stream_bytes);
     return training_memory(memory);
   }
 
   TrainingPlan make() {
     const bool measures = saved_ > 0 && !memory_.saves_all;
-    grow_inputs();
+    grow_first(memory_.inputs_in_memory, inputs_);
     if (!measures) grow(memory_.saved_in_memory, saved_);
-    grow(gradients_, std::min(input_.gradient_bytes, input_.gradient_limit_bytes));
+    grow_first(gradients_, std::min(input_.gradient_bytes, input_.gradient_limit_bytes));
     const auto units = static_cast<uint32_t>(memory_.units.size());
     grow(memory_.placement.in_memory, units);
     if (memory_.gpu && memory_.program == TrainingProgram::kTrain) {
@@ -420,12 +517,13 @@ class StreamPlan {
   }
 
  private:
-  /// All of them where the model computes, or else in the host's memory as many as it holds.
-  void grow_inputs() {
-    const uint64_t least = std::exchange(memory_.inputs_in_memory, inputs_);
+  /// Where all need less than nearly all: inputs stay where the model computes, and without spilled
+  /// gradients there are fewer buffers.
+  void grow_first(uint64_t& value, uint64_t most) {
+    const uint64_t least = std::exchange(value, most);
     if (fits(memory(), input_)) return;
-    memory_.inputs_in_memory = least;
-    grow(memory_.inputs_in_memory, inputs_ - 1);
+    value = least;
+    if (least < most) grow(value, most - 1);
   }
 
   /// The largest value up to `most` that fits.

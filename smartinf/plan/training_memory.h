@@ -59,9 +59,11 @@ uint64_t head_rows(uint64_t vocabulary);
 
 /// Assumed, not measured: the CUDA context with its kernels and the workspaces of its libraries.
 inline constexpr uint64_t kCudaBytes = 600 * base::kMiB;
-/// Host memory of a process with torch (2.15 on x86-64), whatever the model and without a GPU; fitted
-/// to docs/results/plan_memory.md.
-inline constexpr uint64_t kTorchBytes = 175'000'000;
+/// Host memory of a process with torch (2.15 on x86-64), whatever the model and without a GPU;
+/// fitted to docs/results/plan_memory.md. The second one is a part of it: what torch touches of its
+/// libraries, and takes, when it first computes.
+inline constexpr uint64_t kTorchBytes = 181'000'000;
+inline constexpr uint64_t kLoadedLaterBytes = 48'000'000;
 /// Host memory of torch's libraries for GPUs: where there is a GPU, and in every Python process.
 inline constexpr uint64_t kTorchGpuBytes = 243'000'000;
 
@@ -76,12 +78,15 @@ struct TrainingMemoryInput {
   uint32_t ranks = 1;                       // kTrain: processes that share them
   uint64_t in_flight = 1;  // kTrain, a stage: micro batches whose activations there are at once...
   uint64_t messages = 0;   // ...and of other stages' that are on their way, of a unit's input each
-  bool sums_by_tree = false;       // kTrain, one process: it adds gradients as several ranks do
-  bool release_gradients = false;  // kPython: each gradient leaves once it is complete
-  uint64_t optimizer_bytes = 0;    // the engine's buffers and gradients; with
-                                   // optimizer.where = "memory" torch's own state
-  uint64_t process_bytes = 0;      // resident before there is a model
-  bool measures_drives = true;     // at the start, which takes memory of its own
+  bool sums_by_tree = false;        // kTrain, one process: it adds gradients as several ranks do
+  bool release_gradients = false;   // kPython: each gradient leaves once it is complete
+  uint32_t unit_layers = 1;         // kTrain, without `units`: of a unit, at most
+  uint64_t unit_elements = 0;       // likewise
+  uint64_t embedding_elements = 0;  // likewise
+  uint64_t optimizer_bytes = 0;     // the engine's buffers and gradients; with
+                                    // optimizer.where = "memory" torch's own state
+  uint64_t process_bytes = 0;       // resident before there is a model
+  bool measures_drives = true;      // at the start, which takes memory of its own
 
   /// kTrain where each unit does all micro batches before the next one: not all units stay where
   /// the model computes, or activations are offloaded. Empty: micro batch by micro batch, and all
@@ -137,6 +142,10 @@ struct TrainingPlanInput {
   /// recompute, placement and inputs_in_memory are chosen; units is the model's; optimizer_bytes is
   /// without gradients.
   TrainingMemoryInput memory;
+  /// Bytes that the optimizer's buffers take more where weights come from the devices, and where
+  /// not all gradients stay in memory either.
+  uint64_t stream_bytes = 0;
+  uint64_t spill_bytes = 0;
   Activations activations = Activations::kAuto;
   uint64_t host_limit_bytes = ~uint64_t{0};
   uint64_t accelerator_limit_bytes = ~uint64_t{0};
@@ -153,15 +162,18 @@ struct TrainingPlan {
   bool recompute = false;
   bool streams = false;                // each unit does all micro batches before the next one
   uint64_t gradient_memory_bytes = 0;  // gradients beyond this are spilled
-  uint64_t inputs_in_memory = 0;       // of units and micro batches, where recompute
-  uint64_t inputs_spooled = 0;         // the others: on the devices
-  uint64_t spool_bytes = 0;            // room for them
-  uint64_t input_bytes = 0;            // of each
-  uint64_t saved_in_memory = 0;        // of what autograd keeps of units and micro batches...
-  uint64_t saved_bytes = 0;            // ...buffers of so many bytes; 0: it is computed again
-  uint64_t saved_spool_bytes = 0;      // of spool_bytes
-  bool measures_offload = false;       // the first steps show how much of it to offload; with
-                                       // without_offload() nothing
+  /// Gradients may wait, beside `memory`, for the commit of the step before: there is room for them
+  /// all. Else backward waits.
+  bool gradients_wait = false;
+  uint64_t inputs_in_memory = 0;   // of units and micro batches, where recompute
+  uint64_t inputs_spooled = 0;     // the others: on the devices
+  uint64_t spool_bytes = 0;        // room for them
+  uint64_t input_bytes = 0;        // of each
+  uint64_t saved_in_memory = 0;    // of what autograd keeps of units and micro batches...
+  uint64_t saved_bytes = 0;        // ...buffers of so many bytes; 0: it is computed again
+  uint64_t saved_spool_bytes = 0;  // of spool_bytes
+  bool measures_offload = false;   // the first steps show how much of it to offload; with
+                                   // without_offload() nothing
   TrainingMemory memory;
 };
 

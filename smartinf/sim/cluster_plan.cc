@@ -825,6 +825,13 @@ class ClusterPlanner {
     const uint32_t around = option.pipeline == 2 ? load.senders() - 1 - option.chunks : 0;
     option.boundary_bytes = (option.chunks + around) * load.message_bytes *
                             *std::ranges::max_element(load.micro_batches);
+    option.back_bytes = option.boundary_bytes;
+    if (const auto& exposed = option.exposed; exposed.size() > 1) {
+      const auto senders = std::span(exposed).subspan(1);
+      const uint64_t gradients = around > 0 ? std::accumulate(senders.begin(), senders.end(), 0ull)
+                                            : *std::ranges::min_element(senders);
+      option.back_bytes -= gradients * (load.message_bytes - load.shorts.bytes);
+    }
     return {};
   }
 

@@ -73,6 +73,7 @@ struct ClusterOption {
   std::string bound_by;
   std::vector<RankNeed> ranks;
   uint64_t boundary_bytes = 0;    // of a step, of one replica, over each boundary in each direction
+  uint64_t back_bytes = 0;        // likewise gradients alone, some of them in a short form; at most
   std::vector<uint64_t> exposed;  // gradients that are compressed: exposed_gradients()
   uint64_t exchange_bytes = 0;    // of a step, sent by one rank to its replicas
   double cost_per_mtoken = 0;     // 0: no prices given

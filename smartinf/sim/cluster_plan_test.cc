@@ -259,6 +259,8 @@ TEST(ClusterPlan, FormsThatLoseAreTriedOnlyWhereTheyAreNamed) {
   EXPECT_LT(best.step_s, whole.best.front().step_s);
   EXPECT_EQ(best.compression, "int8");
   EXPECT_THAT(best.exposed, testing::ElementsAre(0u, testing::Gt(0u)));
+  EXPECT_EQ(best.boundary_bytes, 8u * 2 * 2048 * 2048);
+  EXPECT_EQ(best.back_bytes, best.boundary_bytes - best.exposed[1] * 2048 * 2048);
   const auto recipe = cluster_recipe(either, best);
   ASSERT_TRUE(recipe.ok());
   EXPECT_THAT(*recipe, HasSubstr("[compress]\npipeline = \"int8\"\npipeline_when = \"exposed\"\n"));

@@ -167,6 +167,8 @@ std::vector<NamedField> fields_of(Software& software) {
       {"subgroup_elements", positive(software.subgroup_elements),
        "parameters read, updated and written at once"},
       {"slots", positive(software.slots), "of those in flight on a device"},
+      {"in_flight_bytes", not_negative(software.in_flight_bytes),
+       "of transfers that fill a drive, one way; 0: not measured, as many slots as said"},
       {"gradient_bytes", positive(software.gradient_bytes), "of a parameter, on the host link"},
       {"weight_bytes", positive(software.weight_bytes), "of a parameter, on the way back"},
       {"overlapped", base::by_name(software.overlapped), "schedule that su+o means"},

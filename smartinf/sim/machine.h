@@ -105,6 +105,7 @@ struct Software {
   double update_start_s = 0;  // from the last gradient until devices begin to update
   uint64_t subgroup_elements = 40'000'000;
   uint32_t slots = 2;
+  uint64_t in_flight_bytes = 0;  // of transfers that fill a drive, one way; 0: not measured
   uint32_t gradient_bytes = 4;                                            // on the host link
   uint32_t weight_bytes = 4;                                              // on the way back
   plan::ScheduleVariant overlapped = plan::ScheduleVariant::kOverlapped;  // meant by su+o

@@ -75,28 +75,22 @@ uint64_t exchange_bytes(uint64_t parameters, const plan::MemoryPlanInput& input,
   return memory.ok() ? plan::rank_bytes(parameters, memory->subgroup_elements) : 0;
 }
 
-/// Slots, staging and cached state, with as many slots as the machine file says.
-uint64_t expected_bytes(uint64_t parameters, const Machine& machine, const StepOptions& options,
-                        bool spilled, bool streamed) {
-  const plan::MemoryPlanInput input =
-      buffers_input(parameters, machine, options, spilled, streamed);
-  uint64_t buffers = input.budget_bytes;
-  if (const auto memory = plan::plan_memory(input); memory.ok()) {
-    plan::DeviceSlotsInput device;
-    device.memory_bytes = memory->slots * memory->slot_bytes;
-    device.slot_bytes = memory->slot_bytes;
-    device.subgroups =
-        base::divide_up(share_of(parameters, machine, options), memory->subgroup_elements);
-    device.slots = options.slots;
-    // The machine file says how many slots the transfers fill that were measured.
-    if (device.slots == 0 && !spilled) device.slots = machine.software.slots;
-    device.gradients_spilled = spilled;
-    const uint64_t reading = memory->device_bytes - device.memory_bytes;
-    buffers = memory->staging_bytes +
-              input.devices * (plan::device_slots(device) * memory->slot_bytes + reading);
+/// Slots and staging, with as many slots as the machine file says; without a plan the budget.
+uint64_t engine_bytes(const plan::MemoryPlanInput& input, uint64_t parameters,
+                      const Machine& machine, const StepOptions& options) {
+  const auto memory = plan::plan_memory(input);
+  if (!memory.ok()) return of_one_rank(input.budget_bytes, machine, options);
+  plan::DriveSlots drives;
+  drives.slots = options.slots;
+  if (input.gradient_spill_bytes == 0) {
+    const Software& software = machine.software;
+    drives.in_flight_bytes = software.in_flight_bytes;
+    if (software.in_flight_bytes == 0 && options.slots == 0) {
+      drives.slots = std::max<uint32_t>(software.slots, plan::kSlotsEnough);
+    }
   }
-  const uint64_t all = buffers + cache_bytes(parameters, options);
-  return of_one_rank(all, machine, options) + exchange_bytes(parameters, input, options);
+  return of_one_rank(plan::buffer_bytes(*memory, parameters, input.devices, drives), machine,
+                     options);
 }
 
 /// Why weights cannot come from the devices.
@@ -134,15 +128,27 @@ plan::TrainingPlan place(plan::TrainingMemoryInput& memory, uint64_t parameters,
   uint64_t optimizer_bytes = memory.optimizer_bytes;
   if (!use.in_memory) {
     const bool compressed = host_selects(machine, options);
-    plan::MemoryPlanInput asked = buffers_input(parameters, machine, options, true, true);
-    asked.budget_bytes = buffers_budget;
-    uint64_t buffers = asked.budget_bytes;
-    if (const auto planned = plan::plan_memory(asked); planned.ok()) {
-      buffers = plan::buffer_bytes(*planned, parameters, asked.devices);
+    const auto asked = [&](bool spilled, bool streamed) {
+      plan::MemoryPlanInput buffers =
+          buffers_input(parameters, machine, options, spilled, streamed);
+      buffers.budget_bytes = buffers_budget;
+      return buffers;
+    };
+    const auto bytes = [&](bool spilled, bool streamed) {
+      return engine_bytes(asked(spilled, streamed), parameters, machine, options);
+    };
+    const plan::MemoryPlanInput most = asked(true, true);
+    if (const auto planned = plan::plan_memory(most); planned.ok()) {
       memory.slot_padding_bytes = 2 * planned->subgroup_elements * memory.value_bytes;
     }
-    optimizer_bytes = of_one_rank(buffers + cache_bytes(parameters, options), machine, options) +
-                      exchange_bytes(parameters, asked, options);
+    const uint64_t gradients = all_gradient_bytes(parameters, 0, machine, options);
+    const uint64_t buffers =
+        bytes(software.gradient_spilled || use.gradient_budget < gradients, false);
+    const auto more = [&](uint64_t all) { return all - std::min(all, buffers); };
+    input.stream_bytes = more(bytes(false, true));
+    input.spill_bytes = more(bytes(true, true));
+    optimizer_bytes = buffers + of_one_rank(cache_bytes(parameters, options), machine, options) +
+                      exchange_bytes(parameters, most, options);
     if (compressed) {
       optimizer_bytes += kCompressionBytes * parameters;
     } else {
@@ -225,6 +231,7 @@ MemoryNeed memory_need(const ModelShape& model, const Machine& machine, const St
   input.program = use.program;
   input.gpu = machine.gpu.name != "none";
   input.value_bytes = options.value_bytes;
+  input.measures_drives = machine.software.in_flight_bytes == 0;
   input.recompute = use.recompute;
   input.accumulation = options.accumulation;
   input.ranks = options.ranks;
@@ -246,9 +253,6 @@ MemoryNeed memory_need(const ModelShape& model, const Machine& machine, const St
                   ? place_streamed(input, machine, options, use, need.memory_budget)
                   : place(input, parameters, machine, options, use, plan::kMemoryBudgetBytes,
                           pipeline.on() ? pipeline.stages.chunks : 0);
-  input.placement = need.plan.placement;
-  input.inputs_in_memory = need.plan.inputs_in_memory;
-  if (!need.plan.streams) input.units.clear();
   const plan::TrainingMemory& memory = need.plan.memory;
   // Processes of several ranks each have a flat buffer of all weights; they share the rest.
   const uint64_t more_ranks = python ? machine.gpu.count - 1 : 0;
@@ -265,18 +269,6 @@ MemoryNeed memory_need(const ModelShape& model, const Machine& machine, const St
                                  ? 0
                                  : all_gradient_bytes(parameters, of_stage, machine, options);
   const bool spilled = need.gradients_spilled = need.plan.gradient_memory_bytes < gradients;
-  const auto over = [](uint64_t needed, uint64_t have) { return have > 0 && needed > have; };
-  need.expected_host_bytes = need.host_bytes;
-  if (!over(need.host_bytes, host_limit_bytes(machine, options)) &&
-      !over(need.gpu_bytes, input.gpu ? machine.gpu.memory_bytes : 0)) {
-    if (!use.in_memory) {
-      input.optimizer_bytes =
-          need.plan.gradient_memory_bytes + (compressed_here ? kCompressionBytes * parameters : 0) +
-          expected_bytes(parameters, machine, options, spilled, need.plan.streams);
-    }
-    need.expected_host_bytes =
-        std::min(need.host_bytes, plan::training_memory(input).host_bytes + of_more);
-  }
   const double state = state_bytes_per_parameter(options.rule, options.format);
   double kept = 2 * (state + (compressed_here ? kResidualBytes : 0));
   if (spilled) kept += static_cast<double>(gradient_bytes_of(machine, options));

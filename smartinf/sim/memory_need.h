@@ -29,10 +29,7 @@ std::string use_name(const TrainingUse& use);
 
 struct MemoryNeed {
   uint64_t gpu_bytes = 0;   // of one GPU; 0 without
-  uint64_t host_bytes = 0;  // at most; of several ranks of `smartinf train` that of one
-  /// Bytes that will probably be used of it: the engine does not always take all of its memory
-  /// budget.
-  uint64_t expected_host_bytes = 0;
+  uint64_t host_bytes = 0;  // of several ranks of `smartinf train` that of one
   uint64_t drive_bytes = 0;  // of one device: its share of the state, twice (a step is never
                              // written in place), of spilled gradients and of the spool
   std::vector<plan::MemoryPart> gpu_parts;
@@ -56,8 +53,8 @@ struct MemoryNeed {
   }
 };
 /// pipeline: of one rank's stage, where each of options.ranks is a machine of its own.
-/// host_bytes is counted with all buffers that engine.memory_budget allows, as `smartinf train`
-/// does before it starts; expected_host_bytes with the slots that the machine file says.
+/// Buffers are counted with the transfers that fill the machine file's drives, as `smartinf train`
+/// counts them where a drive has been measured.
 MemoryNeed memory_need(const ModelShape& model, const Machine& machine, const StepOptions& options,
                        const TrainingUse& use, const plan::Pipeline& pipeline = {});
 

@@ -109,10 +109,10 @@ class Planner {
     const uint64_t limit = host_limit_bytes(plan_.machine, request_.options);
     const uint64_t gradients = need.plan.gradient_memory_bytes;
     if (limit == 0 || need.host_bytes <= limit || gradients <= kStep) return;
-    // Slots that spilling takes are not in the first sum: of less there is always room.
-    const uint64_t lacks = need.host_bytes - limit;
-    const uint64_t left = gradients > lacks ? gradients - lacks : 0;
-    use.gradient_budget = std::max(kStep, left / kStep * kStep);
+    use.gradient_budget = kStep;  // with the slots that spilling takes
+    const uint64_t least = need_of(use, request_.options).need.host_bytes;
+    if (least > limit) return;
+    use.gradient_budget += (limit - least) / kStep * kStep;
     UseNeed with = need_of(use, request_.options);
     if (with.shortfall.empty()) plan_.uses.push_back(std::move(with));
   }

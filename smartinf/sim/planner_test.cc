@@ -154,7 +154,7 @@ TEST(Planner, ALittleMemoryLeavesMoreToTheDevices) {
   const MemoryNeed wide = memory_need(model, machine, {}, {});
   EXPECT_EQ(wide.units_from_devices(), 0u);
   EXPECT_EQ(wide.units_from_host(), 0u) << "gradients leave unit by unit: all weights have room";
-  EXPECT_TRUE(wide.plan.streams);
+  EXPECT_FALSE(wide.plan.streams);
   machine.host.memory_bytes = 16'000'000'000;
   const MemoryNeed tight = memory_need(model, machine, {}, {});
   EXPECT_GT(tight.units_from_devices(), 0u);
@@ -259,18 +259,14 @@ TEST(Planner, MemoryFollowsFromShapes) {
   // Weights and the engine's gradients, 16 bit each, its budget and the process.
   EXPECT_GT(need.host_bytes, 4 * p);
   EXPECT_LT(need.host_bytes, 4 * p + 5'000'000'000);
-  EXPECT_LE(need.expected_host_bytes, need.host_bytes);
   EXPECT_EQ(need.drive_bytes, 2 * 12 * ((p + 3) / 4)) << "state twice, on four drives";
 
   StepOptions options;
   options.method = Method::kSmartComp;
   const MemoryNeed compressed = memory_need(*model, *machine, options, {});
-  // And 16 bits of what was not sent; the buffers have another form.
-  EXPECT_NEAR(static_cast<double>(compressed.host_bytes),
-              static_cast<double>(need.host_bytes + 2 * p), 1e8);
-  // Which four slots of four devices hold, too.
-  EXPECT_EQ(compressed.expected_host_bytes,
-            need.expected_host_bytes + 2 * p + 4 * 4 * 2 * plan::kSubgroupElementsMax);
+  // And 16 bits of what was not sent, which six slots of four devices hold, too.
+  EXPECT_EQ(compressed.host_bytes,
+            need.host_bytes + 2 * p + 4 * 6 * 2 * plan::kSubgroupElementsMax);
   EXPECT_EQ(compressed.drive_bytes, 2 * 14 * ((p + 3) / 4)) << "which is kept there, too";
   machine->software.gradient_spilled = true;
   EXPECT_EQ(memory_need(*model, *machine, options, {}).host_bytes, compressed.host_bytes)
@@ -288,15 +284,15 @@ TEST(Planner, WithoutAGpuTheWholeProcessIsCounted) {
   kept.recompute = false;
   const MemoryNeed small = memory_need(model, *machine, {}, {});
   EXPECT_EQ(small.gpu_bytes, 0u);
-  // Weights, autograd's gradients and the engine's, two bytes each.
-  EXPECT_GT(small.host_bytes, machine->host.process_bytes + 6 * model.parameters());
+  // Weights and the engine's gradients, two bytes each.
+  EXPECT_GT(small.host_bytes, machine->host.process_bytes + 4 * model.parameters());
   const uint64_t saved = memory_need(model, *machine, {}, kept).host_bytes - small.host_bytes;
-  // With all kept the peak is in the last layer's backward, where the head's gradient is there;
-  // else in the first layer's, where all gradients are.
+  // With all kept the peak is in the head, else in the last layer's backward.
   const uint64_t of_layer = layer_saved_bytes(model.training_model(), TrainingProgram::kTrain, 2);
-  EXPECT_EQ(saved, (model.layers - 1) * of_layer + 2 * model.vocabulary * model.hidden -
-                       2 * model.parameters());
-  // Another layer takes for each parameter 4 bytes of weight, 4 of gradient, and 4 of the engine's.
+  EXPECT_GT(saved, (model.layers - 1) * of_layer);
+  EXPECT_LT(saved, model.layers * of_layer);
+  // Another layer takes for each parameter 4 bytes of weight and 4 of the engine's gradients, and
+  // its input.
   ModelShape deep = model;
   deep.vocabulary = 256;
   ASSERT_TRUE(complete_model(deep).ok());
@@ -306,7 +302,7 @@ TEST(Planner, WithoutAGpuTheWholeProcessIsCounted) {
   ++deep.layers;
   ASSERT_TRUE(complete_model(deep).ok());
   EXPECT_EQ(memory_need(deep, *machine, wide, {}).host_bytes,
-            added + 12 * model.layer_parameters());
+            added + 8 * model.layer_parameters() + 4 * deep.batch * deep.sequence * deep.hidden);
 }
 
 TEST(Planner, RecipesHaveEveryKeyOfTheModel) {

@@ -212,12 +212,12 @@ Result<plan::InferencePlan> TorchGenerator::plan_of(const DecodeNeeds& needs) {
     input.activation_bytes += 32 * needs.sequences * model.vocabulary;
   }
   const uint64_t resident = engine::resident_memory_bytes();
-  constexpr uint64_t kLoadedLater = 96 * base::kMiB;  // as in plan_run()
+  constexpr uint64_t kLoadedLater = 96 * base::kMiB;
   input.source_bytes = buffer_bytes();
   input.process_bytes = std::max(resident, input.source_bytes) - input.source_bytes + kLoadedLater;
-  engine::WeightSource* source = files_.get();
-  if (source == nullptr) source = updater_.get();
-  input.slot_padding_bytes = 2 * source->subgroup_at(0).count * input.value_bytes;
+  const uint64_t subgroup =
+      files_ != nullptr ? files_->subgroup_at(0).count : updater_->subgroup_elements();
+  input.slot_padding_bytes = 2 * subgroup * input.value_bytes;
   input.streams = streams();
   input.host_limit_bytes =
       options_.host_bytes != 0 ? options_.host_bytes : resident + engine::available_memory_bytes();

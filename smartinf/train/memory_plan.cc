@@ -14,10 +14,6 @@ namespace smartinf::train {
 
 namespace {
 
-// Torch touches more of its libraries when it first computes, and threads have stacks and heaps:
-// what a process has more at the end of a step than parts that are counted.
-constexpr uint64_t kLoadedLaterBytes = 96 * base::kMiB;
-
 base::Status can_stream(const Options& options, const engine::UpdaterOptions& updater) {
   const auto cannot = [](const char* why, const char* advice) {
     return base::Status(base::ErrorCode::kUnsupported, why, advice);
@@ -62,6 +58,12 @@ MemoryLimits memory_limits(const MemoryOptions& options, const AcceleratorMemory
 }
 
 namespace {
+
+/// Buffers of the devices and the engine.
+struct Buffers {
+  uint64_t subgroup_elements = 0;
+  uint64_t bytes = 0;
+};
 
 constexpr uint64_t kRowHeadBytes = 24;  // of each gradient of a row that goes to another rank
 
@@ -115,33 +117,43 @@ base::Result<plan::TrainingPlan> plan_run(const model::Architecture& model, cons
       accelerator.unified  // what it takes of the host's memory
           ? accelerator.taken_bytes + memory.value_bytes * memory.gradient_copies_elements
           : 0;
-  memory.process_bytes = limits.resident_bytes + kLoadedLaterBytes + beside;
+  memory.process_bytes = limits.resident_bytes + plan::kLoadedLaterBytes + beside;
   if (options.train.where == OptimizerWhere::kMemory) {
     memory.optimizer_bytes = 16 * space.count();
   } else {
-    engine::UpdaterOptions streaming = updater;  // a little more than without
-    streaming.stream_weights = !updater.compress.on() && !options.lora.on();
-    streaming.gradient_budget_bytes = 0;
     const auto devices = static_cast<uint32_t>(std::max<size_t>(1, updater.devices.size()));
     const plan::DeviceSharing sharing = device_sharing(updater, world);
     const auto share = [&](uint64_t bytes) {
       return world == 1 ? bytes : plan::share_of_devices(bytes, sharing.most, devices);
     };
-    SI_ASSIGN_OR_RETURN(const plan::MemoryPlan buffers,
-                        engine::plan_buffers(streaming, space, devices));
-    memory.optimizer_bytes =
-        share(plan::buffer_bytes(buffers, space.count(), devices) + updater.state_cache_bytes);
+    const std::optional<uint64_t> in_flight = engine::known_in_flight_bytes(updater);
+    const auto buffers_of = [&](bool streams, bool spills) -> base::Result<Buffers> {
+      engine::UpdaterOptions asked = updater;
+      asked.stream_weights = streams && !updater.compress.on() && !options.lora.on();
+      if (spills) asked.gradient_budget_bytes = 0;
+      SI_ASSIGN_OR_RETURN(const plan::MemoryPlan planned,
+                          engine::plan_buffers(asked, space, devices));
+      plan::DriveSlots drives;
+      if (in_flight && engine::gradient_spill_bytes(asked, space) == 0) {
+        drives.in_flight_bytes = *in_flight;
+      }
+      return Buffers{planned.subgroup_elements,
+                     share(plan::buffer_bytes(planned, space.count(), devices, drives))};
+    };
+    SI_ASSIGN_OR_RETURN(const Buffers usual, buffers_of(false, false));
+    SI_ASSIGN_OR_RETURN(const Buffers streaming, buffers_of(true, false));
+    SI_ASSIGN_OR_RETURN(const Buffers buffers, buffers_of(true, true));
+    const auto more = [&](uint64_t bytes) { return bytes - std::min(bytes, usual.bytes); };
+    input.stream_bytes = more(streaming.bytes);
+    input.spill_bytes = more(buffers.bytes);
+    memory.optimizer_bytes = usual.bytes + share(updater.state_cache_bytes);
     if (model.table_embedding) {
       memory.optimizer_bytes += table_bytes(model, options, updater, world, share);
     }
     if (world > 1) {
       memory.optimizer_bytes += plan::rank_bytes(space.count(), buffers.subgroup_elements);
     }
-    memory.measures_drives =
-        updater.io_bytes == 0 || updater.io_depth == 0 ||
-        (devices > 1 && std::ranges::any_of(updater.devices, [](const auto& device) {
-           return device.bandwidth == 0;
-         }));
+    memory.measures_drives = !in_flight || (devices > 1 && !engine::rates_are_known(updater));
     memory.slot_padding_bytes = 2 * buffers.subgroup_elements * memory.value_bytes;
     if (options.lora.on())
       memory.slot_padding_bytes = 2 * kFrozenPieceElements * memory.value_bytes;

@@ -215,8 +215,7 @@ class TorchAdamW final : public engine::Updater {
   void hand_out_weights(DataType type, const engine::WeightsSink& sink) const {
     void* out = sink ? sink(0) : nullptr;
     if (out == nullptr) return;
-    const Tensor weights_N = planes_[0].to(scalar_type(type));
-    std::memcpy(out, weights_N.data_ptr(), weights_N.nbytes());
+    torch::from_blob(out, planes_[0].sizes(), scalar_type(type)).copy_(planes_[0]);
   }
 
   std::span<const float> plane(size_t index) const {

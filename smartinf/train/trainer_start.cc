@@ -453,10 +453,16 @@ std::optional<UnitPass::Stage> TorchTrainer::make_stage() const {
 }
 
 Status TorchTrainer::make_pass(base::DataType gradient_type) {
-  constexpr size_t kSmallPages = 64 * base::kKiB;
-  // Where much of what a layer makes is dropped while small parts of it stay.
+  constexpr uint64_t kSmallPages = 64 * base::kKiB;
+  // Where much of what a layer makes is dropped while small parts of it stay; else those of which
+  // there is one for each token, so that with few tokens they do not lie in a heap between others.
   const bool keeps_beside_adapters = options().lora.on() && !plan_.recompute;
-  if (plan_.saved_bytes > 0 || keeps_beside_adapters) give_pages_to_tensors_of(kSmallPages);
+  const uint64_t of_tokens = uint64_t{options_.train.micro_batch} * options_.data.sequence *
+                             source_.architecture.kv_width() *
+                             base::data_type_bytes(weights_.type());
+  give_pages_to_tensors_of(plan_.saved_bytes > 0 || keeps_beside_adapters
+                               ? kSmallPages
+                               : std::clamp(of_tokens, kSmallPages, base::kMiB));
   std::vector<uint32_t> stage_units;
   if (pipeline_.on()) stage_units = pipeline_.units(source_.architecture.tied_head);
   SI_RETURN_IF_ERROR(weights_.load(
@@ -502,7 +508,7 @@ Status TorchTrainer::make_pass(base::DataType gradient_type) {
                                             .micro_batches = options_.train.accumulation,
                                             .mine = mine_,
                                             .leaf_type = weights_.type(),
-                                            .may_wait = !plan_.streams},
+                                            .may_wait = plan_.gradients_wait},
                      std::move(copies), [this] { return begin_step(); });
   return Status();
 }

@@ -409,13 +409,15 @@ Result<std::vector<plan::BlockStage>> Distillation::choose_stages() const {
   const uint32_t world = job_.ranks.world();
   const uint32_t layers = student_->layers();
   const std::string& wanted = job_.distill.stages;
-  if (world == 1) return std::vector{plan::BlockStage{0, layers}};
+  const std::vector<plan::BlockStage> all{{0, layers}};
   if (!wanted.empty()) {
-    if (auto stages = parse_stages(wanted)) return std::move(*stages);
+    if (auto stages = parse_stages(wanted)) return world == 1 ? all : std::move(*stages);
     SI_ASSIGN_OR_RETURN(const MeasuredBlocks measured, measured_blocks(wanted));
+    if (world == 1) return all;
     return plan::divide_blocks(measured.blocks,
                                {.ranks = world, .micro_batches = train().accumulation});
   }
+  if (world == 1) return all;
   if (layers < world) {
     return cannot_distill(
         ErrorCode::kInvalidArgument,

@@ -5,6 +5,8 @@
 #include <numeric>
 #include <tuple>
 
+#include "smartinf/base/units.h"
+
 namespace smartinf::plan {
 
 std::vector<uint64_t> slot_sizes(std::span<const uint64_t> units, uint32_t slots) {
@@ -18,6 +20,17 @@ std::vector<uint64_t> slot_sizes(std::span<const uint64_t> units, uint32_t slots
     for (size_t i = 0; i < sizes.size(); ++i) sizes[i] = std::max(sizes[i], neighbours[i]);
   }
   return sizes;
+}
+
+uint64_t slot_padding_elements(std::span<const Unit> units, uint64_t subgroup_elements) {
+  uint64_t most = 0;
+  for (const Unit& unit : units) {
+    const uint64_t first = unit.first / subgroup_elements * subgroup_elements;
+    const uint64_t end =
+        std::min(base::round_up(unit.end(), subgroup_elements), units.back().end());
+    most = std::max(most, end - first - unit.count);
+  }
+  return most;
 }
 
 uint64_t slot_elements(std::span<const Unit> units, uint32_t slots) {

@@ -20,6 +20,10 @@ std::vector<uint64_t> slot_sizes(std::span<const uint64_t> units, uint32_t slots
 /// Elements of all slots together. Pure.
 uint64_t slot_elements(std::span<const Unit> units, uint32_t slots);
 
+/// Elements by which the subgroups of a unit, of so many elements each, go beyond it, at most.
+/// Pure.
+uint64_t slot_padding_elements(std::span<const Unit> units, uint64_t subgroup_elements);
+
 /// A slot as the choice sees it.
 struct Slot {
   uint64_t size = 0;

@@ -224,5 +224,12 @@ TEST(Slots, WithEqualOnesTheUnitThatIsUsedLastGoes) {
   EXPECT_EQ(choose_slot(slots, {order, 1, units}, 4, 5), 0u);
 }
 
+TEST(Slots, SubgroupsGoBeyondUnitsOnBothSides) {
+  const std::vector<Unit> units = {{0, 10, 0, 0}, {10, 25, 0, 1}, {35, 7, 0, 0}};
+  EXPECT_EQ(slot_padding_elements(units, 1), 0u);
+  EXPECT_EQ(slot_padding_elements(units, 8), 7u) << "elements 8 to 40";
+  EXPECT_EQ(slot_padding_elements(units, 100), 35u) << "all 42";
+}
+
 }  // namespace
 }  // namespace smartinf::plan

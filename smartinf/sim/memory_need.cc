@@ -139,7 +139,10 @@ plan::TrainingPlan place(plan::TrainingMemoryInput& memory, uint64_t parameters,
     };
     const plan::MemoryPlanInput most = asked(true, true);
     if (const auto planned = plan::plan_memory(most); planned.ok()) {
-      memory.slot_padding_bytes = 2 * planned->subgroup_elements * memory.value_bytes;
+      const uint64_t subgroup = planned->subgroup_elements;
+      memory.slot_padding_bytes =
+          memory.value_bytes *
+          (chunks > 0 ? 2 * subgroup : plan::slot_padding_elements(memory.units, subgroup));
     }
     const uint64_t gradients = all_gradient_bytes(parameters, 0, machine, options);
     const uint64_t buffers =
@@ -231,7 +234,7 @@ MemoryNeed memory_need(const ModelShape& model, const Machine& machine, const St
   input.program = use.program;
   input.gpu = machine.gpu.name != "none";
   input.value_bytes = options.value_bytes;
-  input.measures_drives = machine.software.in_flight_bytes == 0;
+  input.measures_drives = machine.software.in_flight_bytes == 0 && !use.in_memory;
   input.recompute = use.recompute;
   input.accumulation = options.accumulation;
   input.ranks = options.ranks;

@@ -7,6 +7,7 @@
 #include "smartinf/base/units.h"
 #include "smartinf/engine/memory.h"
 #include "smartinf/model/config_counts.h"
+#include "smartinf/plan/slots.h"
 #include "smartinf/plan/stage_plan.h"
 #include "smartinf/train/frozen_weights.h"
 
@@ -120,6 +121,7 @@ base::Result<plan::TrainingPlan> plan_run(const model::Architecture& model, cons
   memory.process_bytes = limits.resident_bytes + plan::kLoadedLaterBytes + beside;
   if (options.train.where == OptimizerWhere::kMemory) {
     memory.optimizer_bytes = 16 * space.count();
+    memory.measures_drives = false;
   } else {
     const auto devices = static_cast<uint32_t>(std::max<size_t>(1, updater.devices.size()));
     const plan::DeviceSharing sharing = device_sharing(updater, world);
@@ -154,7 +156,10 @@ base::Result<plan::TrainingPlan> plan_run(const model::Architecture& model, cons
       memory.optimizer_bytes += plan::rank_bytes(space.count(), buffers.subgroup_elements);
     }
     memory.measures_drives = !in_flight || (devices > 1 && !engine::rates_are_known(updater));
-    memory.slot_padding_bytes = 2 * buffers.subgroup_elements * memory.value_bytes;
+    memory.slot_padding_bytes =
+        memory.value_bytes *
+        (pipeline.on() ? 2 * buffers.subgroup_elements
+                       : plan::slot_padding_elements(memory.units, buffers.subgroup_elements));
     if (options.lora.on())
       memory.slot_padding_bytes = 2 * kFrozenPieceElements * memory.value_bytes;
     input.gradient_bytes = share(space.count() * base::data_type_bytes(updater.gradient_type));

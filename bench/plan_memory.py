@@ -87,7 +87,9 @@ def drawn(draw):
 def words_of(keys, ranks, devices, folder, device):
     """Of each rank."""
     keys = {"data.paths": ROOT / "docs", "data.suffixes": ".md", "data.validation_share": 0, "train.steps": 3,
-            "train.run": folder / "run", "train.sample_tokens": 0, "train.accelerator": "cpu", "train.threads": 1, **keys}
+            "train.run": folder / "run", "train.sample_tokens": 0, "train.accelerator": "cpu", **keys}
+    if ranks > 1:
+        keys["train.threads"] = 1
     for index in range(ranks * devices):
         keys[f"device.{index}.path"] = device / str(index)
     return [SMARTINF, "train", folder / "recipe.toml", *(word for key, value in keys.items() for word in (f"--{key}", value))]

@@ -100,9 +100,6 @@ class WrongUsage(unittest.TestCase):
         self.refused("plan", "llama3-8B", "--cluster", "c.toml", says="Give --tokens-per-step")
         self.refused("plan", "llama3-8B", "--cluster", "c.toml", "--machine", "workstation-gen4", says="leave it or --cluster out")
         self.refused("plan", "llama3-8B", "--cluster", "c.toml", "--tokens-per-step", "8192", says="cannot read the cluster")
-        for forms in ("int8,", "", ",int8", "int8;int4", "none"):
-            self.refused("plan", "llama3-8B", "--cluster", "c.toml", "--tokens-per-step", "8192", "--compress", forms,
-                         says="Give some of int8, int4, lowrank, with commas")
         self.refused("calibrate", says="--device is required")
         self.refused("plan", "llama3-8B", "--table", "1e6", says="Write e.g. 4e7x64")
         self.refused("plan", "llama3-8B", "--table-zipf", "1", says="add --table ROWSxDIM")
@@ -263,6 +260,10 @@ class Plan(unittest.TestCase):
             self.assertTrue(all(option["least_s"] <= option["total_s"] * 1.0001 for option in plan["options"]))
             page = pathlib.Path(at("plan.html")).read_text(encoding="utf-8")
             self.assertEqual(json.loads(re.search(r"const plan = (.*);\n", page)[1])["options"], plan["options"])
+            for forms in ("int8,", "", ",int8", "int8;int4", "none"):
+                refused = run("plan", "llama3-1B", *words, "--compress", forms)
+                self.assertEqual(refused.returncode, 2, refused)
+                self.assertIn("Give some of int8, int4, lowrank, with commas", refused.stderr)
             # What is written is a recipe.
             self.assertEqual(run("train", at("r.toml"), "--print-config").returncode, 0)
             done = run("simulate", "--model", "llama3-1B", *words, "--stages", "2", "--batch", "1", "--trace", at("t.json"))

@@ -306,6 +306,8 @@ base::Result<sim::Machine> measure_machine(const CalibrateFlags& flags, CoreRate
   machine.host.process_bytes = plan::kTorchBytes;  // text that train reads itself comes on top
   machine.host.decode_flops = rounded(rates.decode.flops);
   machine.host.decode_bytes_per_s = rounded(rates.decode.weight_bytes_per_s);
+  machine.host.decode_value_s = rounded(rates.decode.value_s);
+  machine.host.decode_product_s = rounded(rates.decode.product_s);
   machine.network.near_bytes_per_s = rounded(rates.loopback_bytes);
   plan::DeviceSlotsInput slots;
   slots.memory_bytes = ~uint64_t{0};
@@ -349,6 +351,8 @@ void print_json(const CalibrateFlags& flags, const sim::Machine& machine, const 
                              {"step_ahead_params_per_s", rates.step_ahead_params},
                              {"decode_flops", rates.decode.flops},
                              {"decode_bytes_per_s", rates.decode.weight_bytes_per_s},
+                             {"decode_value_s", rates.decode.value_s},
+                             {"decode_product_s", rates.decode.product_s},
                              {"fold_bytes_per_s", rates.decode.fold_bytes_per_s},
                              {"cores", rates.cores},
                              {"gpu", machine.gpu.name}};

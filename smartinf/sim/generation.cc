@@ -121,11 +121,14 @@ const char* kept_name(const GenerationNeed& need) {
 
 /// Memory that smartinf generate takes for keys and values: three quarters of what the weights
 /// leave, or a quarter of all.
-Status check_room(const plan::InferenceMemoryInput& input, const GenerationOptions& options,
-                  uint64_t limit, uint64_t wanted) {
+uint64_t room_beside_weights(const plan::InferenceMemoryInput& input, uint64_t limit) {
   const uint64_t weights = input.value_bytes * input.units.back().end();
   const uint64_t room = limit - std::min(limit, input.process_bytes + weights);
-  const uint64_t most = std::max(room / 4 * 3, limit / 4);
+  return std::max(room / 4 * 3, limit / 4);
+}
+
+Status check_room(const GenerationOptions& options, uint64_t limit, uint64_t most,
+                  uint64_t wanted) {
   if (wanted <= most) return {};
   return Status(ErrorCode::kOutOfMemory,
                 fmt::format("keys and values of {} sequences take {} of memory, and beside the "
@@ -318,10 +321,14 @@ Result<GenerationNeed> generation_need(const ModelShape& model, const Machine& m
   input.activation_bytes = activation_bytes(model, options);
   input.gpu = gpu;
   input.source_bytes = states;
-  if (!need.in_memory) input.source_bytes += uint64_t{kCacheSlotBytes} * machine.device_count();
   input.process_bytes =
       machine.host.process_bytes != 0 ? machine.host.process_bytes : plan::kTorchBytes;
   if (gpu) input.process_bytes += plan::kTorchGpuBytes + kCudaHostBytesAssumed;
+  const uint64_t room = room_beside_weights(input, limit);
+  const uint64_t devices = machine.device_count();
+  // As smartinf generate divides it.
+  need.slot_bytes = gpu ? kCacheSlotBytes : std::min(kCacheSlotBytes, room / 4 / (devices + 1));
+  if (!need.in_memory) input.source_bytes += need.slot_bytes * devices;
   input.host_limit_bytes = limit - std::min(limit, kept);
   // Other systems bring the weights of each layer by itself.
   if (gpu && machine.gpu.memory_bytes > 0 && !options.takes_turns()) {
@@ -335,14 +342,16 @@ Result<GenerationNeed> generation_need(const ModelShape& model, const Machine& m
                               base::format_bytes(kept), kept_name(need), options.sequences),
                   "Allow more memory, or give fewer sequences.");
   }
-  if (!gpu) SI_RETURN_IF_ERROR(check_room(input, options, limit, input.source_bytes + kept));
+  if (!gpu) SI_RETURN_IF_ERROR(check_room(options, limit, room, input.source_bytes + kept));
   need.placement = placed->placement;
   need.gpu_bytes = placed->memory.accelerator_bytes;
   need.gpu_parts = placed->memory.accelerator;
   need.host_parts = placed->memory.host;
   need.host_parts.push_back({kept_name(need), kept});
   need.host_bytes = placed->memory.host_bytes + kept;
-  if (!need.in_memory && check_memory(machine, options).ok()) {
+  // A device keeps some where it has all memory for reading and writing.
+  if (!need.in_memory && need.slot_bytes == kCacheSlotBytes &&
+      check_memory(machine, options).ok()) {
     // Of what nobody has asked for, smartinf generate leaves half to others.
     const uint64_t left = (limit - need.host_bytes) / (options.memory_bytes > 0 ? 1 : 2);
     need.kept_bytes = std::min(left, need.cache_bytes);

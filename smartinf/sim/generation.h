@@ -67,6 +67,7 @@ struct GenerationNeed {
   bool in_memory = false;    // keys and values; else they are on the devices
   uint64_t cache_bytes = 0;  // of all sequences at their longest
   uint64_t drive_bytes = 0;  // of the device that has most
+  uint64_t slot_bytes = 0;   // memory of each device for reading and writing
   uint64_t kept_bytes = 0;   // of cache_bytes that the devices' memory has, too
 };
 

@@ -254,29 +254,43 @@ class GenerationGraph {
     const double part = half == 0 ? groups_[g].first_half : 1 - groups_[g].first_half;
     return read_of_layer_[layer] * groups_[g].share * part;
   }
-  double slots(uint32_t g) const { return together(g, kCacheSlotBytes * 0.75); }
+  /// Of a device's memory an eighth is for writing, and of the rest one for what is not foreseen.
+  double slots(uint32_t g) const {
+    return together(g, static_cast<double>(need_.slot_bytes) * 7 / 8 * 7 / 8);
+  }
 
+  struct Products {
+    double number = 1;
+    double parameters = 0;  // that a row is multiplied with
+    double touched = 0;     // by all rows
+    double outputs = 0;     // of a row
+  };
   /// Products of some rows with matrices, which are read once for each pass over them.
-  double products_s(double parameters, double touched, double count) const {
+  double products_s(const Products& products, double count) const {
     if (count <= 0) return 0;
     const Gpu& gpu = machine_.gpu;
     const double passes = gpu_ ? 1 : std::ceil(count / kRowsOfAPass);
     if (!gpu_ && machine_.host.decode_flops > 0 && machine_.host.decode_bytes_per_s > 0) {
-      return row_products_s(parameters, passes * touched, count, passes);
+      return row_products_s(products, count, passes);
     }
-    return std::max(2 * parameters * count / (gpu.peak_flops * gpu.product_efficiency),
-                    passes * touched * value_bytes() / gpu.memory_bytes_per_s);
+    return std::max(2 * products.parameters * count / (gpu.peak_flops * gpu.product_efficiency),
+                    passes * products.touched * value_bytes() / gpu.memory_bytes_per_s);
   }
   /// A pass takes the time of one row, in which it reads the matrices, and each further row adds as
-  /// much: so that 16 rows take what is measured of them. read: parameters, in all passes.
-  double row_products_s(double parameters, double read, double count, double passes) const {
+  /// much: so that 16 rows take what is measured of them.
+  double row_products_s(const Products& products, double count, double passes) const {
     constexpr double kMeasuredBytes = 2;  // of a parameter
-    const double first_s = kMeasuredBytes / machine_.host.decode_bytes_per_s;
-    const double whole_s = 2 * kRowsOfAPass / machine_.host.decode_flops;
+    const Host& host = machine_.host;
+    const double first_s = kMeasuredBytes / host.decode_bytes_per_s;
+    const double whole_s = 2 * kRowsOfAPass / host.decode_flops;
     const double further_s = std::max(0.0, (whole_s - first_s) / (kRowsOfAPass - 1));
-    const double beside_s = (kBesideProducts - 1) * whole_s / kRowsOfAPass;
-    return read * value_bytes() / machine_.host.decode_bytes_per_s +
-           parameters * ((count - passes) * further_s + count * beside_s);
+    const double beside_s =
+        host.decode_value_s > 0
+            ? products.number * host.decode_product_s +
+                  products.outputs * count * host.decode_value_s
+            : (kBesideProducts - 1) * products.parameters * count * whole_s / kRowsOfAPass;
+    return passes * products.touched * value_bytes() / host.decode_bytes_per_s +
+           products.parameters * (count - passes) * further_s + beside_s;
   }
   double qkv_parameters() const {
     return hidden() * static_cast<double>((model_.heads + 2 * model_.kv_heads) * model_.head_size);
@@ -288,8 +302,11 @@ class GenerationGraph {
     const double tails = count * static_cast<double>(need_.cache.block_bytes) / 2;
     const double tails_per_s =
         gpu_ ? machine_.host.copy_bytes_per_s : machine_.gpu.memory_bytes_per_s;
-    return products_s(active - qkv_parameters(), std::max(0.0, touched - qkv_parameters()), count) +
-           tails / tails_per_s;
+    const double output = static_cast<double>(model_.heads * model_.head_size) * hidden();
+    const double inner = (active - qkv_parameters() - output) / hidden();  // in and out
+    const Products rest{3, active - qkv_parameters(), std::max(0.0, touched - qkv_parameters()),
+                        2 * hidden() + inner - static_cast<double>(model_.feed_forward)};
+    return products_s(rest, count) + tails / tails_per_s;
   }
 
   void keep(std::vector<Stage> stages, const DecodeTask& task) {
@@ -334,7 +351,9 @@ class GenerationGraph {
 
   void add_products(const DecodeTask& task) {
     const double parameters = qkv_parameters();
-    keep({computing(products_s(parameters, parameters, rows(task.half)))}, task);
+    keep({computing(
+             products_s({1, parameters, parameters, parameters / hidden()}, rows(task.half)))},
+         task);
     const uint32_t products = done_.back();
     if (gpu_ && !places_.on_gpu[task.layer] && task.half == 0) {
       // Into the place of the layer before the last one.
@@ -456,8 +475,9 @@ class GenerationGraph {
   }
 
   void add_logits(const DecodeTask& task) {
-    const double head = hidden() * static_cast<double>(model_.vocabulary);
-    keep({computing(products_s(head, head, rows(task.half)))}, task);
+    const auto outputs = static_cast<double>(model_.vocabulary);
+    const double head = hidden() * outputs;
+    keep({computing(products_s({1, head, head, outputs}, rows(task.half)))}, task);
   }
 
   void add_append(const DecodeTask& task) {

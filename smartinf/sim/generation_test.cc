@@ -253,6 +253,49 @@ TEST(Generation, OnCoresARowAddsItsArithmeticToReadingTheMatrices) {
   }
 }
 
+TEST(Generation, OutputsOfProductsAndProductsThemselvesTakeTime) {
+  const ModelShape model = generation_model("qwen3-0.6B");
+  Machine machine = drives_only(1);
+  machine.gpu.name = "none";
+  machine.devices.front().on_host_cores = true;
+  machine.host.decode_bytes_per_s = 1e15;
+  machine.host.decode_flops = 1e18;
+  machine.host.memory_bytes = 16'000'000'000;
+  GenerationOptions options = asked(64, 8);
+  options.cache = CachePlace::kMemory;
+  const auto step_s = [&] { return simulate_generation(model, machine, options)->step_s; };
+  machine.host.decode_value_s = 1e-15;
+  const double others = step_s();
+  machine.host.decode_value_s = 1e-6;
+  // Of a layer: queries, keys and values; those of attention; gate, up and down.
+  const uint64_t layer = (model.heads + 2 * model.kv_heads) * model.head_size + 2 * model.hidden +
+                         2 * model.feed_forward;
+  const double outputs = static_cast<double>(model.layers * layer + model.vocabulary);
+  EXPECT_NEAR(step_s() - others, 8 * outputs * 1e-6, 8 * outputs * 1e-8);
+  machine.host.decode_value_s = 1e-15;
+  machine.host.decode_product_s = 0.1;
+  const double products = static_cast<double>(4 * model.layers + 1);
+  EXPECT_NEAR(step_s() - others, products * 0.1, products * 0.001);
+}
+
+TEST(Generation, DevicesHaveLessForReadingWhereMemoryIsScarce) {
+  const ModelShape model = generation_model("qwen3-0.6B");
+  Machine machine = drives_only(1);
+  machine.gpu.name = "none";
+  machine.devices.front().on_host_cores = true;
+  GenerationOptions options = asked(2048, 8);
+  options.cache = CachePlace::kDevices;
+  options.memory_bytes = 2'000'000'000;
+  const auto little = generation_need(model, machine, options);
+  ASSERT_TRUE(little.ok()) << little.status().to_string();
+  EXPECT_LT(little->slot_bytes, uint64_t{64} << 20);
+  EXPECT_EQ(little->kept_bytes, 0u);
+  options.memory_bytes = 8'000'000'000;
+  const auto enough = generation_need(model, machine, options);
+  EXPECT_EQ(enough->slot_bytes, uint64_t{64} << 20);
+  EXPECT_GT(enough->kept_bytes, 0u);
+}
+
 TEST(Generation, KeysAndValuesAreInMemoryWhereThatIsFaster) {
   const ModelShape model = generation_model("qwen3-0.6B");
   Machine machine = drives_only(1);

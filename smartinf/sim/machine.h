@@ -39,6 +39,9 @@ struct Host {
   // Products of few rows on all cores, of which decoding consists; 0: at the GPU's rates.
   double decode_flops = 0;
   double decode_bytes_per_s = 0;       // weights, where arithmetic is not the limit
+  double decode_value_s = 0;    // an output of a row: its end, and work between products; 0: a
+                                // quarter of decode_flops' time
+  double decode_product_s = 0;  // a product by itself: threads that begin and end it
   double row_s = 0;  // of a row number of a table: sorting it, and adding its gradient up
   uint64_t process_bytes = 0;          // resident before a model is there: torch, runtime, text
 };

@@ -15,7 +15,7 @@ CacheScans::CacheScans(storage::CacheFile& file, std::vector<std::span<std::byte
       depth_(depth),
       on_drive_(std::move(on_drive)),
       traffic_(traffic),
-      kept_free_(std::max<size_t>(1, slots.size() / 4)),
+      kept_free_(std::max<size_t>(1, slots.size() / 8)),
       chunks_(slots.size()) {
   for (size_t i = 0; i < slots.size(); ++i) {
     chunks_[i].memory = slots[i];

@@ -243,12 +243,12 @@ Status CacheAccess::open(const OpenCache& message) {
   return Status();
 }
 
-/// Of kCacheWorkBytes, an eighth for blocks that are to be written, the rest for reading.
+/// Of kCacheWorkBytes, a quarter for blocks that are to be written, the rest for reading.
 Status CacheAccess::take_memory() {
   const uint64_t block = file_->identity().block_bytes;
   const uint64_t all = parts_.options.cache_memory_bytes;
   const uint64_t work = std::min(all, std::max(kCacheWorkBytes, 4 * block));
-  const uint64_t pending = std::max<uint64_t>(2, work / 8 / block);
+  const uint64_t pending = std::max<uint64_t>(2, work / 4 / block);
   if ((pending + 2) * block > work) {
     return Status(ErrorCode::kOutOfMemory,
                   "four blocks of keys and values take " + base::format_bytes(4 * block) +

@@ -254,9 +254,9 @@ class GenerationGraph {
     const double part = half == 0 ? groups_[g].first_half : 1 - groups_[g].first_half;
     return read_of_layer_[layer] * groups_[g].share * part;
   }
-  /// Of a device's memory a quarter is for writing, and of the rest an eighth is kept free.
+  /// Of a device's memory an eighth is for writing, and of the rest an eighth is kept free.
   double slots(uint32_t g) const {
-    return together(g, static_cast<double>(need_.slot_bytes) * 3 / 4 * 7 / 8);
+    return together(g, static_cast<double>(need_.slot_bytes) * 7 / 8 * 7 / 8);
   }
 
   struct Products {

@@ -9,7 +9,7 @@
 
 namespace smartinf::sim {
 
-/// Memory of each device at most (engine::DeviceStoreOptions), three quarters of it for slots.
+/// Memory of each device at most (engine::DeviceStoreOptions), seven eighths of it for slots.
 constexpr uint64_t kCacheSlotBytes = uint64_t{64} << 20;
 
 /// Things that devices are given: sequences; a prefix with all that share it is one.

@@ -25,7 +25,7 @@ MODELS = {"26M": (8, 512, 1408), "75M": (16, 640, 1728)}  # layers, width, inner
 WAYS = {"chosen": [], "two stages": ["--stages", "2", "--batch", "1", "--recompute", "false"],
         "two stages, recompute": ["--stages", "2", "--batch", "2", "--recompute", "true"],
         "two stages in two chunks": ["--stages", "2", "--batch", "1", "--chunks", "2", "--recompute", "true"],
-        "two replicas": ["--stages", "1", "--batch", "1", "--recompute", "false"]}
+        "no stages": ["--stages", "1", "--batch", "1", "--recompute", "false"]}
 
 
 def planned(args, folder, model, rate, flags):
@@ -56,7 +56,7 @@ def measured(args, folder, links, ranks):
     words = [args.smartinf, "train", folder / "recipe.toml", "--train.run", folder / "run", "--train.steps", str(args.steps + 2),
              "--train.threads", "1", "--train.validate_every", "0", "--train.validation_batches", "1", "--train.sample_tokens", "0",
              "--train.clip_norm", "0", "--ranks.timeout", "300"]
-    for i in range(2):
+    for i in range(ranks):
         words += [f"--device.{i}.internal_read", str(args.reads), f"--device.{i}.internal_write", str(args.writes),
                   f"--device.{i}.bandwidth", "1", f"--device.{i}.threads", "1"]
     runs = [subprocess.Popen(["taskset", "-c", str(rank), *links.on(rank), *words], stdout=subprocess.DEVNULL,

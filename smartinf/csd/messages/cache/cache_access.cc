@@ -28,7 +28,7 @@ using storage::CachedSequence;
 
 constexpr uint64_t kBlockTokens = kernels::kCacheBlockTokens;
 constexpr uint64_t kChunksMin = 8;                  // reads that overlap, where memory allows
-constexpr uint64_t kPendingEnough = 10;              // blocks to be written
+constexpr uint64_t kPendingEnough = 10;             // blocks to be written
 // How long the cache's thread sleeps at the drive before it looks at its messages.
 constexpr std::chrono::microseconds kPollWait{200};
 
@@ -250,8 +250,8 @@ Status CacheAccess::take_memory() {
   const uint64_t block = file_->identity().block_bytes;
   const uint64_t all = parts_.options.cache_memory_bytes;
   const uint64_t work = std::min(all, std::max(kCacheWorkBytes, 4 * block));
-  const uint64_t pending = std::max(
-      {uint64_t{2}, std::min(kPendingEnough, work / 4 / block), work / 8 / block});
+  const uint64_t pending =
+      std::max({uint64_t{2}, std::min(kPendingEnough, work / 4 / block), work / 8 / block});
   if ((pending + 2) * block > work) {
     return Status(ErrorCode::kOutOfMemory,
                   "four blocks of keys and values take " + base::format_bytes(4 * block) +

@@ -165,12 +165,13 @@ class StreamCase(TrainCase):
     """Runs with less memory than everything takes."""
     _least_mib = {}  # by flags
 
-    def host(self, more_mib, *flags):
-        """`flags`, and memory for the least that a run can do with and so much more."""
-        if flags not in self._least_mib:  # it depends on the machine's libraries
-            told = self.train(self.recipe(steps=10), "refused", *flags, "--memory.host", "50MiB", code=1)
-            self._least_mib[flags] = int(re.search(r"needs (\d+) MiB", told).group(1))
-        return [*flags, "--memory.host", f"{self._least_mib[flags] + more_mib}MiB"]
+    def host(self, more_mib, *flags, devices=1):
+        """`flags`, and memory for the least that a run on so many devices can do with and so much more."""
+        if (flags, devices) not in self._least_mib:  # it depends on the machine's libraries
+            told = self.train(self.recipe(steps=10), "refused", *flags, *self.even_devices("refused", devices),
+                              "--memory.host", "50MiB", code=1)
+            self._least_mib[flags, devices] = int(re.search(r"needs (\d+) MiB", told).group(1))
+        return [*flags, "--memory.host", f"{self._least_mib[flags, devices] + more_mib}MiB"]
 
     def even_devices(self, run, count):
         """Beside several devices the drives would be measured, which takes memory."""

@@ -63,7 +63,7 @@ class StreamFaults(StreamCase):
         return {call: int(number) for call, number in counts}
 
     def test_a_drive_that_fails_is_named_and_the_run_goes_on_from_the_committed_step(self):
-        flags = self.host(4, *SPOOLED)
+        flags = self.host(4, *SPOOLED, devices=2)
         calls = {file: self.calls_of_steps(file, 3, flags) for file in ("smartinf.spool", "smartinf.state")}
         recipe = self.recipe(steps=3 * len(FAULTS))
         self.train(recipe, "whole", *SPOOLED)

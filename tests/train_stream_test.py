@@ -27,7 +27,7 @@ class Stream(StreamCase):
     def test_killed_runs_go_on_as_if_they_had_not_been(self):
         recipe = self.recipe(steps=8 * KILLS)
         self.train(recipe, "whole", *STREAMED, "--train.clip_norm", "5")
-        flags = [*self.even_devices("killed", 2), *self.host(12, *STREAMED), "--train.clip_norm", "5"]
+        flags = [*self.even_devices("killed", 2), *self.host(12, *STREAMED, devices=2), "--train.clip_norm", "5"]
         draw = random.Random(os.environ.get("SMARTINF_TEST_SEED", "7"))
         for kill in range(KILLS):
             overlap = ("early", "late", "none")[kill % 3]

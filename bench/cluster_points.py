@@ -47,7 +47,9 @@ def planned(args, folder, model, rate, flags):
     (folder / "cluster.toml").write_text(f'{text}[links]\nrate = "{rate / 1e6:.0f} Mbit/s"\n', encoding="ascii")
     done = subprocess.run([args.smartinf, "plan", folder / "model.json", "--cluster", folder / "cluster.toml", "--tokens-per-step",
                            str(args.tokens), "--seq", str(args.sequence), "--json", "--recipe", folder / "recipe.toml",
-                           "--data", args.data, *flags], check=True, capture_output=True, text=True)
+                           "--data", args.data, *flags], stdout=subprocess.PIPE, text=True)
+    if done.returncode != 0:
+        sys.exit(f"smartinf plan: exit code {done.returncode}")
     return json.loads(done.stdout)["options"][0]
 
 

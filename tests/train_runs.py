@@ -163,7 +163,7 @@ class TrainCase(unittest.TestCase):
 
 class StreamCase(TrainCase):
     """Runs with less memory than everything takes."""
-    _least_mib = {}  # by flags
+    _least_mib = {}  # by flags and number of devices
 
     def host(self, more_mib, *flags, devices=1):
         """`flags`, and memory for the least that a run on so many devices can do with and so much more."""

@@ -35,6 +35,14 @@ Machine drives_only(uint32_t count) {
   return machine;
 }
 
+/// Without a GPU, the host's cores compute and fold.
+Machine cores_and_a_drive() {
+  Machine machine = drives_only(1);
+  machine.gpu.name = "none";
+  machine.devices.front().on_host_cores = true;
+  return machine;
+}
+
 GenerationOptions asked(uint64_t context, uint64_t sequences, uint64_t tokens = 64) {
   GenerationOptions options;
   options.context = context;
@@ -233,9 +241,7 @@ TEST(Generation, APlanSaysFromHowManyDrivesOnSomethingElseLimits) {
 
 TEST(Generation, OnCoresARowAddsItsArithmeticToReadingTheMatrices) {
   const ModelShape model = generation_model("qwen3-0.6B");
-  Machine machine = drives_only(1);
-  machine.gpu.name = "none";
-  machine.devices.front().on_host_cores = true;
+  Machine machine = cores_and_a_drive();
   machine.host.decode_bytes_per_s = 20e9;
   machine.host.decode_flops = 16 * 20e9 / 3;  // 16 rows take three times as long as reading
   machine.host.memory_bytes = 16'000'000'000;
@@ -255,9 +261,7 @@ TEST(Generation, OnCoresARowAddsItsArithmeticToReadingTheMatrices) {
 
 TEST(Generation, OutputsOfProductsAndProductsThemselvesTakeTime) {
   const ModelShape model = generation_model("qwen3-0.6B");
-  Machine machine = drives_only(1);
-  machine.gpu.name = "none";
-  machine.devices.front().on_host_cores = true;
+  Machine machine = cores_and_a_drive();
   machine.host.decode_bytes_per_s = 1e15;
   machine.host.decode_flops = 1e18;
   machine.host.memory_bytes = 16'000'000'000;
@@ -280,9 +284,7 @@ TEST(Generation, OutputsOfProductsAndProductsThemselvesTakeTime) {
 
 TEST(Generation, DevicesHaveLessForReadingWhereMemoryIsScarce) {
   const ModelShape model = generation_model("qwen3-0.6B");
-  Machine machine = drives_only(1);
-  machine.gpu.name = "none";
-  machine.devices.front().on_host_cores = true;
+  Machine machine = cores_and_a_drive();
   GenerationOptions options = asked(2048, 8);
   options.cache = CachePlace::kDevices;
   options.memory_bytes = 2'000'000'000;
@@ -298,10 +300,7 @@ TEST(Generation, DevicesHaveLessForReadingWhereMemoryIsScarce) {
 
 TEST(Generation, KeysAndValuesAreInMemoryWhereThatIsFaster) {
   const ModelShape model = generation_model("qwen3-0.6B");
-  Machine machine = drives_only(1);
-  machine.gpu.name = "none";
-  machine.gpu.memory_bytes = 0;
-  machine.devices.front().on_host_cores = true;
+  Machine machine = cores_and_a_drive();
   machine.devices.front().fold_bytes_per_s = 10e9;
   machine.host.memory_bytes = 16'000'000'000;
   // 112 KiB a token: 16 x 2048 take 3.8 GB, and 128 of them 30 GB.

@@ -23,6 +23,7 @@
 #include "smartinf/engine/local_source.h"
 #include "smartinf/engine/memory.h"
 #include "smartinf/model/architecture.h"
+#include "smartinf/plan/inference_memory.h"
 #include "smartinf/storage/erase.h"
 #include "smartinf/storage/store.h"
 #include "smartinf/train/batch/batch_job.h"
@@ -296,9 +297,8 @@ class Batch {
       const uint64_t room = room_beside_weights(model);
       const auto devices = static_cast<uint64_t>(std::ranges::count_if(
           flags_.cache, [](const std::string& path) { return !serve::is_remote(path); }));
-      device_bytes_ = std::max(
-          kDeviceBlocksMin * block,
-          std::min(engine::DeviceStoreOptions().device_memory_bytes, room / 4 / (devices + 1)));
+      device_bytes_ = plan::key_value_device_bytes(
+          room, devices, block, engine::DeviceStoreOptions().device_memory_bytes);
       const uint64_t fixed = devices * device_bytes_;
       // Beside devices: the block of each layer that is not whole.
       const uint64_t one =
@@ -407,7 +407,6 @@ class Batch {
     }
   }
 
-  /// A quarter of all where the weights do not fit, and are read for each step.
   uint64_t room_beside_weights(const engine::KeyValueShape& shape) const {
     const uint64_t value_bytes = shape.attention.block.format == kernels::CacheFormat::kF32 ? 4 : 2;
     const uint64_t weights =
@@ -415,8 +414,7 @@ class Batch {
     const uint64_t resident = engine::resident_memory_bytes();
     const uint64_t limit =
         host_bytes_ != 0 ? host_bytes_ : resident + engine::available_memory_bytes();
-    const uint64_t room = limit - std::min(limit, resident + weights);
-    return room > limit / 4 ? room / 4 * 3 : limit / 4;
+    return plan::key_value_room(limit, resident + weights);
   }
 
   Result<train::JobIdentity> identity_of() {
@@ -464,7 +462,6 @@ class Batch {
   /// In the journal's header: random, by which devices know the job's keys and values.
   static constexpr const char* kJobName = "the number of its keys and values";
   static constexpr const char* kCache = "--cache";
-  static constexpr uint64_t kDeviceBlocksMin = 16;  // of memory
 
   const GenerateFlags& flags_;
   const std::stop_token stop_;

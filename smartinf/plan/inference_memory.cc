@@ -1,5 +1,6 @@
 #include "smartinf/plan/inference_memory.h"
 
+#include <algorithm>
 #include <span>
 #include <string>
 
@@ -82,6 +83,17 @@ base::Result<InferencePlan> plan_inference(const InferenceMemoryInput& input) {
       input.streams.ok() ? allow + ", or generate fewer tokens of fewer prompts"
                          : allow + "; all weights have to stay in memory, because " +
                                std::string(input.streams.what()));
+}
+
+uint64_t key_value_room(uint64_t limit, uint64_t taken) {
+  const uint64_t room = limit - std::min(limit, taken);
+  return room > limit / 4 ? room / 4 * 3 : limit / 4;
+}
+
+uint64_t key_value_device_bytes(uint64_t room, uint64_t devices, uint64_t block_bytes,
+                                uint64_t most) {
+  constexpr uint64_t kBlocksMin = 16;
+  return std::max(kBlocksMin * block_bytes, std::min(most, room / 4 / (devices + 1)));
 }
 
 }  // namespace smartinf::plan

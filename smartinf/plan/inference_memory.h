@@ -36,4 +36,13 @@ struct InferencePlan {
 /// kOutOfMemory with what is needed at least, part by part, and what was allowed.
 base::Result<InferencePlan> plan_inference(const InferenceMemoryInput& input);
 
+/// Bytes that a batch job takes for keys and values, of `limit` bytes of which the process and the
+/// weights take `taken`: three quarters of the rest, or a quarter of all where the weights do not
+/// fit and are read for each step. Pure.
+uint64_t key_value_room(uint64_t limit, uint64_t taken);
+/// Of these, bytes with which each device reads and writes: at most `most`, at least 16 blocks, and
+/// otherwise shares of a quarter with the host. Pure.
+uint64_t key_value_device_bytes(uint64_t room, uint64_t devices, uint64_t block_bytes,
+                                uint64_t most);
+
 }  // namespace smartinf::plan

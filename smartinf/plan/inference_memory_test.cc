@@ -61,5 +61,14 @@ TEST(InferenceMemory, AGpuHasWhatFitsOfWhatTheHostHas) {
   EXPECT_EQ(plan.memory.accelerator_bytes, 9 * kMillion);
 }
 
+TEST(InferenceMemory, KeysAndValuesHaveMostOfWhatIsLeft) {
+  EXPECT_EQ(key_value_room(1000, 200), 600u);
+  EXPECT_EQ(key_value_room(1000, 900), 250u) << "weights are read for each step";
+  EXPECT_EQ(key_value_room(1000, 2000), 250u);
+  EXPECT_EQ(key_value_device_bytes(6000, 2, 10, 10'000), 500u) << "a third of a quarter";
+  EXPECT_EQ(key_value_device_bytes(6000, 2, 10, 400), 400u);
+  EXPECT_EQ(key_value_device_bytes(6000, 2, 100, 10'000), 1600u) << "16 blocks";
+}
+
 }  // namespace
 }  // namespace smartinf::plan

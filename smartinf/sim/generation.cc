@@ -119,14 +119,6 @@ const char* kept_name(const GenerationNeed& need) {
   return need.in_memory ? "keys and values" : "unfinished blocks";
 }
 
-/// Memory that smartinf generate takes for keys and values: three quarters of what the weights
-/// leave, or a quarter of all.
-uint64_t room_beside_weights(const plan::InferenceMemoryInput& input, uint64_t limit) {
-  const uint64_t weights = input.value_bytes * input.units.back().end();
-  const uint64_t room = limit - std::min(limit, input.process_bytes + weights);
-  return std::max(room / 4 * 3, limit / 4);
-}
-
 Status check_room(const GenerationOptions& options, uint64_t limit, uint64_t most,
                   uint64_t wanted) {
   if (wanted <= most) return {};
@@ -324,10 +316,12 @@ Result<GenerationNeed> generation_need(const ModelShape& model, const Machine& m
   input.process_bytes =
       machine.host.process_bytes != 0 ? machine.host.process_bytes : plan::kTorchBytes;
   if (gpu) input.process_bytes += plan::kTorchGpuBytes + kCudaHostBytesAssumed;
-  const uint64_t room = room_beside_weights(input, limit);
+  const uint64_t weights = input.value_bytes * input.units.back().end();
+  const uint64_t room = plan::key_value_room(limit, input.process_bytes + weights);
   const uint64_t devices = machine.device_count();
-  // As smartinf generate divides it.
-  need.slot_bytes = gpu ? kCacheSlotBytes : std::min(kCacheSlotBytes, room / 4 / (devices + 1));
+  need.slot_bytes =
+      gpu ? kCacheSlotBytes
+          : plan::key_value_device_bytes(room, devices, need.cache.block_bytes, kCacheSlotBytes);
   if (!need.in_memory) input.source_bytes += need.slot_bytes * devices;
   input.host_limit_bytes = limit - std::min(limit, kept);
   // Other systems bring the weights of each layer by itself.

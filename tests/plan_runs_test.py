@@ -15,7 +15,7 @@ import tempfile
 import unittest
 
 from rank_processes import Ranks
-from train_runs import ALL, SMARTINF, make_corpus
+from train_runs import ALL, SMARTINF, TUNING, make_corpus
 
 # Larger for what is streamed: while the drives are measured, before training, a process takes 224 MiB.
 MODEL = {"model_type": "llama", "hidden_size": 256, "num_hidden_layers": 12, "num_attention_heads": 4,
@@ -80,8 +80,7 @@ class PlanRuns(unittest.TestCase):
             (cls.folder / f"{name}.json").write_text(json.dumps(model), encoding="ascii")
         make_corpus(cls.folder / "corpus.txt")
         # As the machine's file has it.
-        (cls.folder / "smartinf.tuning").write_text("io_bytes = 4194304\nio_depth = 8\nread_bytes_per_second = 1e9\n"
-                                                    "write_bytes_per_second = 1e9\n", encoding="ascii")
+        (cls.folder / "smartinf.tuning").write_text(TUNING, encoding="ascii")
         cls.process_bytes = 400_000_000
         cls.process_bytes = cls.resident_bytes()
 

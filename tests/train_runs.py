@@ -65,6 +65,9 @@ memory_budget = "32MiB"
 STREAMED = ["--model.layers", "12", "--model.width", "256", "--model.mlp_width", "768",
             "--train.micro_batch", "1", "--train.accumulation", "3", "--engine.subgroup_elements", "65536"]
 
+# Of a drive, as if it had been measured: else that takes seconds, and buffers depend on what was found.
+TUNING = "io_bytes = 4194304\nio_depth = 8\nread_bytes_per_second = 1e9\nwrite_bytes_per_second = 1e9\n"
+
 
 def make_corpus(path):
     """Text with structure to learn, the same every time."""
@@ -84,6 +87,7 @@ class TrainCase(unittest.TestCase):
         self.folder = pathlib.Path(self._folder.name)
         self.corpus = self.folder / "corpus.txt"
         make_corpus(self.corpus)
+        (self.folder / "smartinf.tuning").write_text(TUNING, encoding="ascii")
 
     def recipe(self, steps=50, precision="bf16"):
         path = self.folder / f"{precision}_{steps}.toml"

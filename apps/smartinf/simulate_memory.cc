@@ -8,6 +8,7 @@
 
 #include "smartinf/base/units.h"
 #include "smartinf/sim/dram/checker.h"
+#include "smartinf/sim/dram/energy.h"
 #include "smartinf/sim/dram/traffic.h"
 
 #include "apps/smartinf/commands.h"
@@ -55,6 +56,12 @@ void add_counts(ordered_json& row, const std::string& prefix, const dram::Config
     const auto command = static_cast<dram::Command>(i);
     row[fmt::format("{}{}_commands", prefix, base::enum_name(command))] = counts.count(command);
   }
+  const dram::EnergyUse energy = dram::energy_of(config, counts);
+  row[prefix + "joules"] = config.organisation.channels * energy.total();
+  for (size_t i = 0; energy.total() > 0 && i < dram::kEnergyNames.size(); ++i) {
+    row[fmt::format("{}{}_energy_share", prefix, dram::kEnergyNames[i])] =
+        energy.joules[i] / energy.total();
+  }
 }
 
 void print_counts(const char* name, const dram::Config& config, const dram::Counts& counts) {
@@ -69,6 +76,15 @@ void print_counts(const char* name, const dram::Config& config, const dram::Coun
              base::format_bytes(static_cast<uint64_t>(bytes_per_s(config, counts))),
              100 * counts.used_share());
   fmt::print("           bus: data {:.1f} %{}\n", 100 * counts.share(dram::Cause::kData), waits);
+  const dram::EnergyUse energy = dram::energy_of(config, counts);
+  if (energy.total() == 0) return;
+  std::string shares;
+  for (size_t i = 0; i < dram::kEnergyNames.size(); ++i) {
+    const double share = energy.joules[i] / energy.total();
+    if (share >= 0.001) shares += fmt::format(", {} {:.1f} %", dram::kEnergyNames[i], 100 * share);
+  }
+  fmt::print("           energy: {:.3g} mJ{}\n",
+             1e3 * config.organisation.channels * energy.total(), shares);
 }
 
 int run_memory(const MemoryFlags& flags) {

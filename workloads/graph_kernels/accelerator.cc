@@ -49,15 +49,15 @@ GraphMachine::GraphMachine(const sim::dram::Config& memory, const Accelerator& a
       map_(memory.organisation),
       memory_(memory),
       cache_(accelerator.cache_bytes, accelerator.in_bank ? 1 : memory.organisation.burst_words(),
-             accelerator.ways) {
+             accelerator.ways),
+      gathers_(memory.organisation, Request::Kind::kGather, accelerator.rows_collected),
+      scatters_(memory.organisation, Request::Kind::kScatter, accelerator.rows_collected) {
   // Values, then edges, then two streams, each from a row of all banks on.
   const auto& o = memory.organisation;
   const uint64_t rows = uint64_t{o.row_bytes} * o.ranks * o.rank_banks();
   const auto up = [&](uint64_t bytes) { return (bytes + rows - 1) / rows * rows; };
   const uint64_t values = up(vertices * kValueBytes);
   const uint64_t list = up(edges * 2 * kVertexBytes);
-  gathers_.words.assign(values / o.row_bytes, 0);
-  scatters_.words.assign(values / o.row_bytes, 0);
   edges_.first = values;
   for (size_t i = 0; i < streams_.size(); ++i) {
     // Long enough that no row of it is met again soon.
@@ -124,36 +124,10 @@ void GraphMachine::access(Vertex vertex, bool write) {
   burst(vertex * uint64_t{kValueBytes}, false);
 }
 
-void GraphMachine::collect(Collector& collector, uint64_t word) {
-  const auto& o = config_.organisation;
-  const Place place = map_.place(word * kWordBytes);
-  const uint32_t row = (place.row * o.ranks + place.rank) * o.rank_banks() + place.bank;
-  if (collector.words[row]++ == 0) {
-    if (++collector.rows > accelerator_.rows_collected) {
-      while (collector.words[collector.order.front()] == 0) collector.order.pop_front();
-      send(collector, collector.order.front());
-      collector.order.pop_front();
-    }
-    while (!collector.order.empty() && collector.words[collector.order.front()] == 0) {
-      collector.order.pop_front();
-    }
-    collector.order.push_back(row);
-  }
-  if (collector.words[row] == o.burst_words()) send(collector, row);
-}
-
-void GraphMachine::send(Collector& collector, uint32_t row) {
-  const auto& o = config_.organisation;
-  const uint8_t words = collector.words[row];
-  collector.words[row] = 0;
-  --collector.rows;
-  if (collector.kind == Request::Kind::kScatter) used_bytes_ += uint64_t{kWordBytes} * words;
-  const uint32_t banks = o.rank_banks();
-  submit({.kind = collector.kind,
-          .rank = static_cast<uint8_t>(row / banks % o.ranks),
-          .bank = static_cast<uint8_t>(row % banks),
-          .words = words,
-          .row = row / banks / o.ranks});
+void GraphMachine::collect(sim::dram::Collector& collector, uint64_t word) {
+  if (&collector == &scatters_) used_bytes_ += kWordBytes;
+  collector.add(map_.place(word * kWordBytes), kWordBytes,
+                [this](const Request& request) { submit(request); });
 }
 
 void GraphMachine::finish() {
@@ -162,10 +136,8 @@ void GraphMachine::finish() {
     used_bytes_ += uint64_t{kWordBytes} * words;
     burst(line * config_.organisation.burst_bytes(), true);
   });
-  for (Collector* collector : {&gathers_, &scatters_}) {
-    for (uint32_t row = 0; row < collector->words.size(); ++row) {
-      if (collector->words[row] > 0) send(*collector, row);
-    }
+  for (sim::dram::Collector* collector : {&gathers_, &scatters_}) {
+    collector->flush([this](const Request& request) { submit(request); });
   }
   memory_.finish();
 }

@@ -7,12 +7,9 @@
 #include <array>
 #include <bit>
 #include <cstdint>
-#include <deque>
-#include <memory>
-#include <string>
 #include <vector>
 
-#include "smartinf/sim/dram/memory.h"
+#include "smartinf/sim/dram/traffic.h"
 
 #include "workloads/graph_kernels/algorithms.h"
 
@@ -87,19 +84,11 @@ class GraphMachine {
     uint64_t first = 0, end = 0;
     uint64_t moved_to = 0;  // bursts below are moved
   };
-  /// Missing or dirty words, by the DRAM row that they are in.
-  struct Collector {
-    sim::dram::Request::Kind kind;
-    std::vector<uint8_t> words;  // that wait, of each row
-    std::deque<uint32_t> order;  // rows with words, from the first that came
-    uint32_t rows = 0;
-  };
 
   void access(Vertex vertex, bool write);
   void move(Stream& stream, uint64_t bytes, bool write);
   void burst(uint64_t byte, bool write);
-  void collect(Collector& collector, uint64_t word);
-  void send(Collector& collector, uint32_t row);
+  void collect(sim::dram::Collector& collector, uint64_t word);
   void submit(sim::dram::Request request);
 
   sim::dram::Config config_;
@@ -109,8 +98,7 @@ class GraphMachine {
   Cache cache_;
   std::array<Stream, 2> streams_;
   Stream edges_;
-  Collector gathers_{sim::dram::Request::Kind::kGather, {}, {}, 0};
-  Collector scatters_{sim::dram::Request::Kind::kScatter, {}, {}, 0};
+  sim::dram::Collector gathers_, scatters_;  // missing words, and dirty ones that were replaced
   double now_ = 0;  // cycles
   uint64_t used_bytes_ = 0, accesses_ = 0, misses_ = 0;
 };

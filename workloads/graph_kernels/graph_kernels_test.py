@@ -96,6 +96,20 @@ class Accelerator(unittest.TestCase):
             self.assertGreater(row["in_bank_used_share"], 1.05 * row["plain_used_share"], algorithm)
             self.assertLess(row["in_bank_accesses_total"], 1, algorithm)
             self.assertEqual(row["plain_accesses_read_data_buffer"], 0)
+            # Two bursts of offsets for each gather, and with words for each scatter.
+            self.assertGreaterEqual(row["in_bank_accesses_write_buffers"], 1.999 * row["in_bank_accesses_read_data_buffer"])
+            self.assertAlmostEqual(row["energy_saved"], 1 - row["in_bank_joules"] / row["plain_joules"])
+            for kind in ("plain", "in_bank"):
+                shares = [row[f"{kind}_{use}_energy_share"] for use in
+                          ("activates", "reads", "writes", "in_bank", "buffers", "refreshes", "standby")]
+                self.assertAlmostEqual(sum(shares), 1)
+            self.assertEqual(row["plain_in_bank_energy_share"] + row["plain_buffers_energy_share"], 0)
+
+    def test_pageranks_rows_are_near_the_papers(self):
+        # The smallest stand-in of fit.py, whose bars are a fifth and 0.08.
+        row = simulated("--stand-in", "pokec", "--scale-down", 64, "--iterations", 1)
+        self.assertAlmostEqual(row["speedup"], 2.6, delta=0.2 * 2.6)
+        self.assertAlmostEqual(row["in_bank_accesses_total"], 0.40, delta=0.08)
 
     def test_a_cache_that_holds_all_leaves_nothing_to_gain(self):
         row = simulated("--vertices", 10_000, "--edges", 200_000, "--cache-bytes", 1 << 20, "--iterations", 1)

@@ -92,7 +92,8 @@ struct BankState {
   int64_t column_until = kNever;  // reads of the bank wait for that
   int64_t close_from = kNever;
   int64_t buffers_from = kNever;  // a burst may come to them
-  bool offsets = false, words = false;
+  uint32_t offsets = 0;           // bursts
+  bool words = false;
   std::deque<int64_t>
       gathered;  // when what is not fetched yet is there: one, or while it is fetched two
   int64_t fetch_by = -kNever;  // the next gather's first word comes
@@ -201,12 +202,14 @@ class Checker {
         SI_RETURN_IF_ERROR(from("gather before access", bank.column_until));
         return burst(c);
       case kSendOffsets:
-        if (bank.offsets) return broken(c, "offsets are loaded already", 0, 1);
-        bank.offsets = true;
+        if (bank.offsets == config_.in_bank.offset_bursts) {
+          return broken(c, "offsets are loaded already", 0, bank.offsets);
+        }
+        ++bank.offsets;
         SI_RETURN_IF_ERROR(from("offsets in use", bank.buffers_from - t.cwl));
         return burst(c);
       case kSendWords:
-        if (!bank.offsets || bank.words || !bank.gathered.empty()) {
+        if (bank.offsets < config_.in_bank.offset_bursts || bank.words || !bank.gathered.empty()) {
           return broken(c, "buffer of words in use", 0, 1);
         }
         bank.words = true;
@@ -216,7 +219,8 @@ class Checker {
       case kScatter: {
         const bool gathers = c.command == kGather;
         if (bank.row != c.row) return broken(c, "another row open", c.row, bank.row);
-        if (!bank.offsets || bank.gathered.size() > 1 || bank.words == gathers) {
+        if (bank.offsets < config_.in_bank.offset_bursts || bank.gathered.size() > 1 ||
+            bank.words == gathers) {
           return broken(c, "buffers are not ready", 1, 0);
         }
         SI_RETURN_IF_ERROR(from("gather before gather", bank.busy_until));
@@ -225,7 +229,8 @@ class Checker {
         }
         const int64_t step = config_.column_cycles();
         const int64_t end = c.cycle + c.words * step;
-        bank.offsets = bank.words = false;
+        bank.offsets = 0;
+        bank.words = false;
         bank.buffers_from = end - step - (o.burst_cycles - 1);
         bank.busy_until = bank.column_until = gathers ? end : end + t.wtr_l;
         bank.close_from = gathers ? end - step + t.rtp : end + t.wr;

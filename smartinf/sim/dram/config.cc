@@ -67,8 +67,26 @@ std::vector<NamedField> fields_of(InBank& in_bank) {
   return {
       {"column_cycles", from_zero(in_bank.column_cycles),
        "of a gather, from word to word; 0: tCCD_L"},
+      {"offset_bursts", from_one(in_bank.offset_bursts, 8), "that bring a gather's offsets"},
       {"turnaround", &in_bank.turnaround,
        "bursts to and from the banks' buffers keep tWTR and turnaround"},
+  };
+}
+
+std::vector<NamedField> fields_of(Currents& c) {
+  const auto of = [](double& value, double most) {
+    return base::Number{&value, 0, most, "from 0"};
+  };
+  return {
+      {"VDD", of(c.vdd, 10), "0: energy is not known"},
+      {"chips", from_one(c.chips), "of a rank"},
+      {"IDD0", of(c.idd0, 1e5), "mA of a chip, all"},
+      {"IDD2N", of(c.idd2n, 1e5)},
+      {"IDD3N", of(c.idd3n, 1e5)},
+      {"IDD4R", of(c.idd4r, 1e5)},
+      {"IDD4W", of(c.idd4w, 1e5)},
+      {"IDD5B", of(c.idd5b, 1e5)},
+      {"word_share", of(c.word_share, 1), "energy of a word in the bank, of a burst's"},
   };
 }
 
@@ -77,7 +95,8 @@ auto sections_of(Config& config) {
   return std::vector<std::pair<std::string_view, std::vector<NamedField>>>{
       {"organisation", fields_of(config.organisation)},
       {"timing", fields_of(config.timing)},
-      {"in_bank", fields_of(config.in_bank)}};
+      {"in_bank", fields_of(config.in_bank)},
+      {"currents", fields_of(config.currents)}};
 }
 
 struct Term {
@@ -204,6 +223,15 @@ Status check_config(const Config& config) {
   SI_RETURN_IF_ERROR(at_least({"tFAW", t.faw}, {"4 x tRRD_S =", 4ull * t.rrd_s}));
   SI_RETURN_IF_ERROR(at_least({"tRAS", t.ras}, {"tRCD + tRTP =", uint64_t{t.rcd} + t.rtp}));
   SI_RETURN_IF_ERROR(at_least({"CL", t.cl}, {"CWL", t.cwl}));
+  const Currents& c = config.currents;
+  for (const auto& [name, current] :
+       {std::pair{"IDD4R", c.idd4r}, {"IDD4W", c.idd4w}, {"IDD5B", c.idd5b}, {"IDD0", c.idd0}}) {
+    if (c.vdd > 0 && current < c.idd3n) {
+      return Status(ErrorCode::kInvalidArgument,
+                    fmt::format("{} {} is less than IDD3N {}", name, current, c.idd3n),
+                    "Give mA of one chip, of one data sheet.");
+    }
+  }
   if (t.refi > 0) {
     SI_RETURN_IF_ERROR(
         at_least({"tREFI", t.refi}, {"tRFC + tRAS + tRP =", uint64_t{t.rfc} + t.ras + t.rp}));

@@ -55,13 +55,29 @@ struct Timing {
   uint32_t refi = 0;  // 0: no refresh
 };
 
-/// Gather and scatter in a bank (Piccolo, HPCA 2025): offsets go to a buffer of the bank in one
+/// Gather and scatter in a bank (Piccolo, HPCA 2025): offsets go to a buffer of the bank in a
 /// burst, the bank accesses that many words of its open row, and the words move in one burst.
 struct InBank {
   uint32_t column_cycles = 0;  // from word to word; 0: tCCD_L
+  uint32_t offset_bursts = 1;  // that bring a gather's or scatter's offsets
   /// Whether bursts to and from the buffers keep tWTR and the data bus' turn-around, as those of
   /// the array do. The paper counts their bursts alone.
   bool turnaround = false;
+};
+
+/// Currents of one chip in mA, by their names in data sheets. VDD 0: not known.
+struct Currents {
+  double vdd = 0;
+  uint32_t chips = 1;  // of a rank
+  double idd0 = 0;
+  double idd2n = 0;
+  double idd3n = 0;
+  double idd4r = 0;
+  double idd4w = 0;
+  double idd5b = 0;
+  /// Energy of a word that the bank itself takes or puts, of a burst's: 1 where all chips access a
+  /// whole column for it, 1 / burst_words() where a column brings nothing but words.
+  double word_share = 1;
 };
 
 struct Config {
@@ -70,6 +86,7 @@ struct Config {
   Organisation organisation;
   Timing timing;
   InBank in_bank;
+  Currents currents;
 
   uint32_t column_cycles() const {
     return in_bank.column_cycles > 0 ? in_bank.column_cycles : timing.ccd_l;

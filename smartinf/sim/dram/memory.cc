@@ -206,17 +206,20 @@ void Memory::set_candidates(uint32_t b) {
     }
     set(kQueue, candidate);
   }
-  if (bank.gathered) {
+  const bool scatters = bank.in_bank.kind == Request::Kind::kScatter;
+  const bool offsets = bank.to_send > scatters;
+  if (bank.gathered && !offsets) {
     set(kBuffer,
         {.ready = bank.gathered_at, .at = 0, .number = bank.gathered_number, .burst = kFetchBurst});
-  } else if (bank.loaded && !bank.words_there) {  // a scatter's
-    set(kBuffer, {.ready = std::max(bank.loaded_at - config_.organisation.burst_cycles - t.cwl,
-                                    bank.words_at - t.cwl),
+  } else if (bank.to_send > 0) {
+    set(kBuffer, {.ready = std::max(bank.loaded_at - config_.organisation.burst_cycles,
+                                    offsets ? bank.offsets_at : bank.words_at) -
+                           t.cwl,
                   .at = bank.in_bank.at,
                   .number = bank.in_bank_number,
                   .burst = kSendBurst});
   }
-  if (bank.loaded && bank.words_there && !bank.gathered) {
+  if (bank.loaded && bank.to_send == 0 && !bank.gathered) {
     Candidate candidate{.at = bank.in_bank.at, .number = bank.in_bank_number};
     to_row(bank.in_bank.row, bank.in_bank.at, bank.gather_at, candidate);
     // Of a row to be opened `ready` is the activate's.
@@ -314,7 +317,8 @@ void Memory::serve(uint32_t b, Lane lane) {
     const int64_t last = end - step;  // the last word's access
     // A burst's last offset comes at its end. It is sent behind this command.
     bank.offsets_at = std::max(last + 1 - burst_cycles, at + 1 + int64_t{t.cwl});
-    bank.loaded = bank.words_there = false;
+    bank.loaded = false;
+    (gathers ? counts_.gathered_words : counts_.scattered_words) += request.words;
     bank.gather_at = bank.column_at = std::max(bank.column_at, end);
     if (gathers) {
       bank.precharge_at = std::max(bank.precharge_at, last + t.rtp);
@@ -332,14 +336,17 @@ void Memory::serve(uint32_t b, Lane lane) {
   } else if (lane == kBuffer) {
     const bool fetches = candidate.burst == kFetchBurst;
     const int64_t asked = std::max(candidate.ready, floor);
-    const int64_t at =
-        place_command(asked, fetches ? Command::kFetchWords : Command::kSendWords, b, 0);
+    const bool scatters = bank.in_bank.kind == Request::Kind::kScatter;
+    const Command command = fetches                   ? Command::kFetchWords
+                            : bank.to_send > scatters ? Command::kSendOffsets
+                                                      : Command::kSendWords;
+    const int64_t at = place_command(asked, command, b, 0);
     move_burst(b, candidate.burst, at, asked, fetches ? bank.gathered_bytes : 0);
     if (fetches) {
       bank.gathered = false;
       bank.words_at = std::max(bank.words_at, at + 1);
     } else {
-      bank.words_there = true;
+      --bank.to_send;
       bank.loaded_at = std::max(bank.loaded_at, at + t.cwl + burst_cycles);
     }
   } else {
@@ -351,7 +358,8 @@ void Memory::serve(uint32_t b, Lane lane) {
       const int64_t at = place_command(asked, Command::kSendOffsets, b, request.row);
       move_burst(b, kSendBurst, at, asked, 0);
       bank.loaded = true;
-      bank.words_there = request.kind == Request::Kind::kGather;
+      bank.to_send =
+          config_.in_bank.offset_bursts - 1 + (request.kind == Request::Kind::kScatter ? 1 : 0);
       bank.in_bank = request;
       bank.in_bank_number = waiting.number;
       bank.loaded_at = at + t.cwl + burst_cycles;

@@ -77,6 +77,7 @@ struct Counts {
   uint64_t row_hits = 0;   // requests whose row was open
   uint64_t bus_bytes = 0;  // of all bursts, offsets included
   uint64_t used_bytes = 0;
+  uint64_t gathered_words = 0, scattered_words = 0;
 
   int64_t total_cycles() const;
   uint64_t count(Command command) const { return commands[static_cast<size_t>(command)]; }
@@ -136,7 +137,8 @@ class Memory {
     int64_t gather_at = 0;                     // a gather or scatter may begin
     int64_t offsets_at = 0, words_at = 0;      // a burst may arrive at that buffer
     bool refreshed = false;                    // activate_at is a refresh's end
-    bool loaded = false, words_there = false;  // offsets sent, and words, of what has not begun
+    bool loaded = false;                       // offsets are sent of what has not begun
+    uint32_t to_send = 0;                      // of its bursts: offsets, and a scatter's words
     bool gathered = false;                     // words wait to be fetched
     Request in_bank;                           // what is loaded
     uint64_t in_bank_number = 0;

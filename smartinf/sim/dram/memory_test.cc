@@ -6,6 +6,7 @@
 #include <gtest/gtest.h>
 
 #include "smartinf/sim/dram/checker.h"
+#include "smartinf/sim/dram/energy.h"
 #include "smartinf/sim/dram/traffic.h"
 
 namespace smartinf::sim::dram {
@@ -52,6 +53,7 @@ TEST(Dram, NoCommandBreaksAConstraintInTenMillion) {
     Config config = preset(names[seed % names.size()]);
     config.organisation.ranks = static_cast<uint32_t>(1 + seed / 4 % 3);
     config.in_bank.turnaround = seed % 3 == 0;
+    config.in_bank.offset_bursts = static_cast<uint32_t>(1 + seed / 2 % 3);
     std::vector<IssuedCommand> trace;
     const Counts counts = random_requests(config, seed, 40'000, trace);
     const base::Status status = check_commands(config, trace);
@@ -169,6 +171,91 @@ TEST(Dram, OneRequestTakesItsCycles) {
                                              std::pair(Command::kFetchWords, 168)));
 }
 
+TEST(Dram, OffsetsOfSeveralBurstsComeBeforeTheGather) {
+  Config config = preset("ddr4-2400-x8");
+  config.in_bank.offset_bursts = 2;
+  std::vector<IssuedCommand> trace;
+  Memory memory(config, &trace);
+  memory.submit({.kind = Request::Kind::kGather, .words = 8, .row = 7, .at = 100});
+  memory.submit({.kind = Request::Kind::kScatter, .words = 8, .row = 7, .at = 100});
+  memory.finish();
+  ASSERT_TRUE(check_commands(config, trace).ok());
+  EXPECT_EQ(memory.counts().count(Command::kSendOffsets), 4u);
+  EXPECT_EQ(memory.counts().count(Command::kSendWords), 1u);
+  EXPECT_EQ(trace[0].command, Command::kSendOffsets);
+  EXPECT_EQ(trace[1].command, Command::kSendOffsets);
+  EXPECT_EQ(trace[1].cycle - trace[0].cycle, config.timing.ccd_l);
+  // The checker knows them as well.
+  trace.erase(trace.begin());
+  EXPECT_FALSE(check_commands(config, trace).ok());
+}
+
+TEST(Dram, ACollectorSendsFullRowsAndThatWhichCameFirst) {
+  const Config config = preset("ddr4-2400-x8");
+  std::vector<std::pair<uint32_t, int>> sent;
+  const auto send = [&](const Request& request) {
+    EXPECT_EQ(request.used_bytes, kWordBytes * request.words);
+    sent.emplace_back(request.row, request.words);
+  };
+  Collector collector(config.organisation, Request::Kind::kGather, 2);
+  const auto add = [&](uint32_t row, int words) {
+    for (int i = 0; i < words; ++i) collector.add({.row = row}, kWordBytes, send);
+  };
+  add(1, 8);
+  add(1, 1);
+  add(2, 7);
+  add(1, 1);
+  add(3, 1);  // three rows: the first goes
+  add(2, 1);  // full
+  add(1, 1);
+  collector.flush(send);
+  EXPECT_THAT(sent, testing::ElementsAre(std::pair(1u, 8), std::pair(1u, 2), std::pair(2u, 8),
+                                         std::pair(3u, 1), std::pair(1u, 1)));
+}
+
+TEST(Dram, EnergyIsThatOfEachCommandsCurrent) {
+  Config config = preset("ddr4-2400-x8");
+  config.organisation.clock_hz = 1e9;
+  config.timing.refi = 0;
+  config.currents = {.vdd = 1,
+                     .chips = 8,
+                     .idd0 = 50,
+                     .idd2n = 30,
+                     .idd3n = 40,
+                     .idd4r = 140,
+                     .idd4w = 130,
+                     .idd5b = 250,
+                     .word_share = 0.5};
+  Memory memory(config);
+  memory.submit({.kind = Request::Kind::kRead, .row = 7});
+  memory.submit({.kind = Request::Kind::kWrite, .row = 7});
+  memory.submit({.kind = Request::Kind::kGather, .words = 8, .row = 7});
+  memory.submit({.kind = Request::Kind::kScatter, .words = 6, .row = 7});
+  memory.finish();
+  const Counts& counts = memory.counts();
+  ASSERT_EQ(counts.count(Command::kActivate), 1u);
+  const auto energy = energy_of(config, counts).joules;
+  // 8 chips at 1 V: 8 pJ for each mA and ns. A burst takes 4 ns, tRAS 39 and tRP 16.
+  const std::vector<double> wanted{50.0 * 55 - 40 * 39 - 30 * 16,
+                                   400,
+                                   360,
+                                   0.5 * (8 * 400 + 6 * 360),
+                                   400 + 3 * 360,
+                                   0,
+                                   40.0 * static_cast<double>(counts.total_cycles())};
+  for (size_t i = 0; i < wanted.size(); ++i) {
+    EXPECT_NEAR(energy[i], 8e-12 * wanted[i], 1e-20) << kEnergyNames[i];
+  }
+
+  // A stream's power is the data sheet's: IDD4R with the bus full, and now and then IDD5B.
+  const Config sheet = preset("ddr4-2400-x8");
+  const Counts stream = simulate_traffic(sheet, {.requests = 300'000}, false);
+  const double seconds = static_cast<double>(stream.total_cycles()) / sheet.organisation.clock_hz;
+  const double refreshing = 420.0 / 9364;
+  const double milliamperes = 135 * (1 - refreshing) + 250 * refreshing;
+  EXPECT_NEAR(energy_of(sheet, stream).total() / seconds, 8 * 1.2e-3 * milliamperes, 0.03);
+}
+
 TEST(Dram, ContradictionsAreRefusedWithBothNumbers) {
   const Config good = preset("ddr4-2400-x8");
   EXPECT_EQ(config_to_toml(parse_config(config_to_toml(good), "again").value()),
@@ -186,6 +273,8 @@ TEST(Dram, ContradictionsAreRefusedWithBothNumbers) {
               HasSubstr("tFAW 15 is less than 4 x tRRD_S = 16"));
   EXPECT_THAT(refused([](Config& c) { c.timing.refi = 420; }),
               HasSubstr("tREFI 420 is less than tRFC + tRAS + tRP = 475"));
+  EXPECT_THAT(refused([](Config& c) { c.currents.idd4r = 40; }),
+              HasSubstr("IDD4R 40 is less than IDD3N 43"));
   EXPECT_THAT(refused([](Config& c) { c.organisation.banks = 3; }), HasSubstr("no power of two"));
   EXPECT_THAT(parse_config("[timing]\ntRCDD = 3\n", "x.toml").status().to_string(),
               HasSubstr("tRCD"));

@@ -23,13 +23,19 @@ uint64_t below(std::mt19937_64& random, uint64_t bound) {
 /// Bytes [first, first + length) of the address space, in rising order: bursts that they touch,
 /// each once, or words by their rows.
 class Touched {
+  auto submit() {
+    return [this](const Request& request) { memory_.submit(request); };
+  }
+
  public:
   Touched(const Config& config, Memory& memory, bool writes, bool in_bank)
       : map_(config.organisation),
         burst_bytes_(config.organisation.burst_bytes()),
         memory_(memory),
         kind_(writes ? Request::Kind::kWrite : Request::Kind::kRead),
-        collector_(config, memory, writes ? Request::Kind::kScatter : Request::Kind::kGather),
+        collector_(config.organisation, writes ? Request::Kind::kScatter : Request::Kind::kGather,
+                   // Rising: each bank's open row.
+                   size_t{config.organisation.ranks} * config.organisation.rank_banks()),
         in_bank_(in_bank) {}
 
   void add(uint64_t first, uint64_t length) {
@@ -45,7 +51,7 @@ class Touched {
   }
   void finish() {
     flush();
-    if (in_bank_) collector_.flush();
+    if (in_bank_) collector_.flush(submit());
     memory_.finish();
   }
 
@@ -54,7 +60,7 @@ class Touched {
     if (used_ == 0) return;
     const Place place = map_.place(place_ * (in_bank_ ? kWordBytes : burst_bytes_));
     if (in_bank_) {
-      collector_.add(place, used_);
+      collector_.add(place, used_, submit());
     } else {
       memory_.submit({.kind = kind_,
                       .rank = place.rank,
@@ -112,35 +118,8 @@ void simulate_words(const Config& config, const Traffic& traffic, bool in_bank, 
 
 }  // namespace
 
-Collector::Collector(const Config& config, Memory& memory, Request::Kind kind)
-    : organisation_(config.organisation),
-      memory_(memory),
-      open_(size_t{organisation_.ranks} * organisation_.rank_banks()),
-      kind_(kind) {}
-
-void Collector::add(const Place& place, uint32_t used_bytes, int64_t at) {
-  const size_t bank = size_t{place.rank} * organisation_.rank_banks() + place.bank;
-  Request& open = open_[bank];
-  if (open.words > 0 && open.row != place.row) send(bank);
-  if (open.words == 0) {
-    open = {.kind = kind_, .rank = place.rank, .bank = place.bank, .row = place.row};
-  }
-  ++open.words;
-  open.used_bytes = static_cast<uint16_t>(open.used_bytes + used_bytes);
-  open.at = std::max(open.at, at);
-  if (open.words == organisation_.burst_words()) send(bank);
-}
-
-void Collector::flush() {
-  for (size_t bank = 0; bank < open_.size(); ++bank) {
-    if (open_[bank].words > 0) send(bank);
-  }
-}
-
-void Collector::send(size_t bank) {
-  memory_.submit(open_[bank]);
-  open_[bank].words = 0;
-}
+Collector::Collector(const Organisation& organisation, Request::Kind kind, size_t rows)
+    : kind_(kind), rows_(rows), burst_words_(organisation.burst_words()) {}
 
 Status check_traffic(const Config& config, const Traffic& traffic) {
   const Organisation& o = config.organisation;

@@ -3,6 +3,9 @@
 #pragma once
 
 #include <cstdint>
+#include <iterator>
+#include <list>
+#include <unordered_map>
 
 #include "smartinf/sim/dram/memory.h"
 
@@ -39,22 +42,49 @@ base::Status check_traffic(const Config& config, const Traffic& traffic);
 Counts simulate_traffic(const Config& config, const Traffic& traffic, bool in_bank,
                         std::vector<IssuedCommand>* trace = nullptr);
 
-/// Words of rows by the bank that they are in, given in the order of rows, as gathers or scatters
-/// of as many as a burst holds.
+/// Words that wait for others of their DRAM row. A row's go as a gather or scatter when they are as
+/// many as a burst holds, or when more rows wait than `rows`, where the row that came first goes.
 class Collector {
  public:
-  Collector(const Config& config, Memory& memory, Request::Kind kind);
-  /// used_bytes: of the word.
-  void add(const Place& place, uint32_t used_bytes, int64_t at = 0);
-  void flush();
+  Collector(const Organisation& organisation, Request::Kind kind, size_t rows);
+
+  /// send(request) of what goes. used_bytes: of the word.
+  template <typename Send>
+  void add(const Place& place, uint32_t used_bytes, const Send& send) {
+    const auto [found, is_new] = waiting_.try_emplace(key(place));
+    if (is_new) {
+      order_.push_back({.kind = kind_, .rank = place.rank, .bank = place.bank, .row = place.row});
+      found->second = std::prev(order_.end());
+    }
+    Request& request = *found->second;
+    ++request.words;
+    request.used_bytes = static_cast<uint16_t>(request.used_bytes + used_bytes);
+    if (request.words == burst_words_) go(found->second, send);
+    if (order_.size() > rows_) go(order_.begin(), send);
+  }
+  /// What waits, the row that came first before others.
+  template <typename Send>
+  void flush(const Send& send) {
+    while (!order_.empty()) go(order_.begin(), send);
+  }
 
  private:
-  void send(size_t bank);
+  uint64_t key(const Place& place) const {
+    return (uint64_t{place.row} << 16) | (uint64_t{place.rank} << 8) | place.bank;
+  }
+  template <typename Send>
+  void go(std::list<Request>::iterator at, const Send& send) {
+    const Request request = *at;
+    waiting_.erase(key({request.rank, request.bank, request.row}));
+    order_.erase(at);
+    send(request);
+  }
 
-  const Organisation& organisation_;
-  Memory& memory_;
-  std::vector<Request> open_;  // one for each bank; no words: none
   Request::Kind kind_;
+  size_t rows_;
+  uint32_t burst_words_;
+  std::list<Request> order_;
+  std::unordered_map<uint64_t, std::list<Request>::iterator> waiting_;
 };
 
 }  // namespace smartinf::sim::dram

@@ -2,11 +2,15 @@
 
 import json
 import threading
+import warnings
 
 import numpy
 import torch
 from torch_geometric.data import FeatureStore as _FeatureStore
 from torch_geometric.data import TensorAttr
+from torch_geometric.sampler import HeteroSamplerOutput, SamplerOutput
+from torch_geometric.sampler import NeighborSampler as _NeighborSampler
+from torch_geometric.sampler.base import SubgraphType
 
 from smartinf import _core, open_optimizers
 from smartinf.errors import UsageError
@@ -14,7 +18,7 @@ from smartinf.layout import TYPE_NAMES
 from smartinf.sizes import parse_bytes
 from smartinf.storage_options import Devices, Size, device_list
 
-__all__ = ["FeatureStore"]
+__all__ = ["FeatureStore", "NeighborSampler"]
 
 _ROWS_AT_ONCE = 1 << 14  # that are written to devices in one call
 _BLOCK_ELEMENTS = 1 << 16  # of state, the least a device can hold
@@ -142,3 +146,84 @@ def _kind(key, values):
     if values.ndim not in (1, 2) or 0 in values.shape:
         raise UsageError(f"{name} is of shape {tuple(values.shape)}; [rows, columns] or [rows] is needed, neither of them 0")
     return [group, name, list(values.shape), str(dtype).removeprefix("torch.")]
+
+
+class NeighborSampler(_NeighborSampler):
+    """torch_geometric's NeighborSampler, which draws with torch alone: NeighborLoader and LinkNeighborLoader take it as
+    `neighbor_sampler` and then need neither pyg-lib nor torch-sparse.
+
+    Arguments are those of torch_geometric.sampler.NeighborSampler. A vertex brings in num_neighbors[hop] of its neighbours,
+    uniformly, each at most once or with replace=True any number of times; -1: all. torch's seed decides.
+    Errors: UsageError for times, weights, disjoint and induced samples and those that follow edges, which need pyg-lib."""
+
+    def __init__(self, data, num_neighbors, *args, **kwargs):
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*without a 'pyg-lib' installation")
+            super().__init__(data, num_neighbors, *args, **kwargs)
+        refused = {"times": self.is_temporal, "weights": self.edge_weight is not None, "disjoint samples": self.disjoint,
+                   "induced samples": self.subgraph_type == SubgraphType.induced,
+                   "samples that follow edges": self.sample_direction == "backward"}  # fmt: skip
+        if any(refused.values()):
+            asked = ", ".join(name for name, is_asked in refused.items() if is_asked)
+            raise UsageError(f"this sampler has no {asked}; use torch_geometric's with pyg-lib")
+
+    def _sample(self, seed, seed_time=None, **kwargs):
+        if isinstance(seed, dict):
+            fanouts = self.num_neighbors.get_mapped_values(self.edge_types)
+            types = [(self.to_edge_type[rel], self.colptr_dict[rel], self.row_dict[rel], fanouts[rel]) for rel in self.colptr_dict]
+        else:
+            seed = {None: seed}
+            types = [((None, None, None), self.colptr, self.row, self.num_neighbors.get_mapped_values())]
+        kinds = self.node_types if self.is_hetero else [None]
+        node = {kind: seed.get(kind, torch.empty(0)).to(torch.int64) for kind in kinds}
+        sampled_nodes = {kind: [len(ids)] for kind, ids in node.items()}
+        drawn = {edge_type: [] for edge_type, *_ in types}  # of each hop: (neighbours, places of their vertices, edges)
+        begin = dict.fromkeys(node, 0)  # where the vertices of the last hop begin
+        for hop in range(self.num_neighbors.num_hops):
+            come = {kind: [] for kind in node}
+            for edge_type, colptr, row, fanout in types:
+                source, _, target = edge_type
+                of, edge = _draw(colptr, node[target][begin[target] :], fanout[hop], self.replace)
+                drawn[edge_type].append((row[edge], of + begin[target], edge))
+                come[source].append(drawn[edge_type][-1][0])
+            for kind, ids in come.items():
+                begin[kind] = len(node[kind])
+                fresh = torch.cat([node[kind][:0], *ids]).unique()
+                node[kind] = torch.cat([node[kind], fresh[~torch.isin(fresh, node[kind])]])
+                sampled_nodes[kind].append(len(node[kind]) - begin[kind])
+        row, col, edge = {}, {}, {}
+        order = {kind: ids.argsort(stable=True) for kind, ids in node.items()}
+        for edge_type, hops in drawn.items():
+            ids, col[edge_type], edge[edge_type] = (torch.cat(parts) for parts in zip(*hops, strict=True))
+            source = edge_type[0]
+            row[edge_type] = order[source][torch.searchsorted(node[source][order[source]], ids)]
+        sampled_edges = {edge_type: [len(ids) for ids, _, _ in hops] for edge_type, hops in drawn.items()}
+        if None in node:
+            one = types[0][0]
+            return SamplerOutput(node[None], row[one], col[one], edge[one], None, sampled_nodes[None], sampled_edges[one])
+        return HeteroSamplerOutput(node, row, col, edge, None, sampled_nodes, sampled_edges)
+
+
+def _draw(colptr, ids, fanout, replace):
+    """Edges of `ids`, at most `fanout` of each: (places in ids, edges), both [drawn]."""
+    first = colptr[ids]
+    degree = colptr[ids + 1] - first
+    if fanout < 0:
+        of = torch.arange(len(ids)).repeat_interleave(degree)
+        return of, torch.arange(len(of)) + (first - (degree.cumsum(0) - degree))[of]
+    place = torch.arange(fanout).expand(len(ids), fanout).clone()
+    if replace:
+        place = (torch.rand(place.shape, dtype=torch.float64) * degree[:, None]).long()
+        there = (degree > 0)[:, None].expand_as(place)
+    else:
+        there = place < degree[:, None]
+        many = degree > fanout
+        least = degree[many] - fanout
+        some = place[many]
+        for i in range(fanout):  # Floyd's: each subset of that size is as likely as any other
+            last = least + i
+            at = (torch.rand(len(last), dtype=torch.float64) * (last + 1)).long()
+            some[:, i] = torch.where((some[:, :i] == at[:, None]).any(1), last, at)
+        place[many] = some
+    of = torch.arange(len(ids))[:, None].expand_as(place)[there]
+    return of, (first[:, None] + place)[there]

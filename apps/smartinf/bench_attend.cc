@@ -354,8 +354,8 @@ base::Status bench_attend(AttendOptions options) {
   }
   if (options.threads == 0) options.threads = std::max(1u, std::thread::hardware_concurrency());
   if (!options.devices.empty()) return bench_drives(options);
-  const std::unique_ptr<engine::KeyValueStore> store =
-      engine::make_memory_store(options.shape(), options.bytes(), options.threads);
+  const std::unique_ptr<engine::KeyValueStore> store = engine::make_memory_store(
+      options.shape(), options.bytes(), engine::make_decoder_team(options.threads));
   SI_RETURN_IF_ERROR(fill(*store, options));
   SI_ASSIGN_OR_RETURN(const Measured measured, measure(*store, options));
   print(options, measured);

@@ -368,9 +368,7 @@ class Batch {
       SI_ASSIGN_OR_RETURN(options.store, open_devices(shape));
       store_ = options.store.get();
     } else if (!flags_.cache_format.empty()) {
-      const uint32_t cores = std::max(1u, std::thread::hardware_concurrency());
-      options.store = engine::make_memory_store(shape, store_bytes_,
-                                                flags_.threads != 0 ? flags_.threads : cores);
+      options.format = shape.attention.block.format;
     }
     return generator_->decoder(std::move(options));
   }

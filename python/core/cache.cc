@@ -42,7 +42,8 @@ PyCache::PyCache(const nb::dict& options, const std::vector<uint32_t>& windows, 
   const engine::UpdaterOptions made = updater_options(options);
   const nb::gil_scoped_release released;
   if (made.devices.empty()) {
-    store_ = engine::make_memory_store(shape_, memory_bytes, std::max(1u, threads));
+    store_ = engine::make_memory_store(shape_, memory_bytes,
+                                       engine::make_decoder_team(std::max(1u, threads)));
     return;
   }
   engine::DeviceStoreOptions store;

@@ -205,7 +205,7 @@ class DeviceStoreTest : public testing::TestWithParam<Where> {
 };
 
 TEST_P(DeviceStoreTest, BitsAreThoseOfAStoreInMemoryAlsoAfterTheProcessEnds) {
-  const auto memory = make_memory_store(shape_of(), uint64_t{1} << 27, 1);
+  const auto memory = make_memory_store(shape_of(), uint64_t{1} << 27, make_decoder_team(1));
   open_store();
   ASSERT_FALSE(HasFatalFailure());
   std::vector<SequenceId> ids;
@@ -273,7 +273,7 @@ void begin_shared(KeyValueStore& memory, KeyValueStore& store, const std::vector
 }
 
 TEST_P(DeviceStoreTest, APrefixIsReadOnceAndChangesNoBit) {
-  const auto memory = make_memory_store(shape_of(), uint64_t{1} << 27, 1);
+  const auto memory = make_memory_store(shape_of(), uint64_t{1} << 27, make_decoder_team(1));
   constexpr uint64_t kMemory = 16 * base::kMiB;  // nothing that was read ahead makes room
   open_store(kMemory);
   ASSERT_FALSE(HasFatalFailure());
@@ -457,7 +457,7 @@ TEST_P(CountedDeviceStore, MovesTheBytesOfTheFormula) {
 class DamagedDeviceStore : public DeviceStoreTest {};
 
 TEST_P(DamagedDeviceStore, FailsItsSequenceOnly) {
-  const auto memory = make_memory_store(shape_of(), uint64_t{1} << 27, 1);
+  const auto memory = make_memory_store(shape_of(), uint64_t{1} << 27, make_decoder_team(1));
   open_store();
   ASSERT_FALSE(HasFatalFailure());
   std::vector<SequenceId> ids;
@@ -517,7 +517,7 @@ TEST_P(DamagedDeviceStore, FailsItsSequenceOnly) {
 }
 
 TEST_P(DamagedDeviceStore, APrefixFailsThoseThatUseItAndTheyAreMadeAgain) {
-  const auto memory = make_memory_store(shape_of(), uint64_t{1} << 27, 1);
+  const auto memory = make_memory_store(shape_of(), uint64_t{1} << 27, make_decoder_team(1));
   open_store();
   ASSERT_FALSE(HasFatalFailure());
   std::map<SequenceId, uint64_t> tokens;

@@ -9,6 +9,7 @@
 
 #include "smartinf/base/float_formats.h"
 #include "smartinf/base/status.h"
+#include "smartinf/base/thread_team.h"
 #include "smartinf/base/traffic.h"
 #include "smartinf/kernels/attention.h"
 
@@ -92,9 +93,12 @@ class KeyValueStore {
 
 /// Bytes that such a store takes for a sequence.
 uint64_t memory_store_bytes(const KeyValueShape& shape, uint64_t tokens_max);
-/// A store in memory that takes at most memory_bytes for blocks. threads: those that fold, the
-/// caller among them.
+/// Threads of a decoder, for its products and for attention in memory: layers follow on each other
+/// faster than a thread is woken. Two such teams would take the cores from each other.
+std::shared_ptr<base::ThreadTeam> make_decoder_team(uint32_t threads);
+/// A store in memory that takes at most memory_bytes for blocks. team: folds, called from within
+/// begin_attend() only.
 std::unique_ptr<KeyValueStore> make_memory_store(KeyValueShape shape, uint64_t memory_bytes,
-                                                 uint32_t threads);
+                                                 std::shared_ptr<base::ThreadTeam> team);
 
 }  // namespace smartinf::engine

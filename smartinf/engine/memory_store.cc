@@ -8,7 +8,6 @@
 
 #include "smartinf/base/aligned_buffer.h"
 #include "smartinf/base/check.h"
-#include "smartinf/base/thread_team.h"
 #include "smartinf/base/units.h"
 #include "smartinf/engine/key_value_store.h"
 #include "smartinf/engine/sequence_table.h"
@@ -19,9 +18,6 @@ namespace {
 using base::ErrorCode;
 using base::Status;
 using kernels::kCacheBlockTokens;
-
-/// Layers follow on each other faster than a thread is woken.
-constexpr std::chrono::microseconds kAwake(200);
 
 /// Blocks that a layer keeps: those of its window, and the one that is being filled.
 uint64_t places_of(uint64_t window, uint64_t tokens_max) {
@@ -39,11 +35,11 @@ struct LayerBlocks {
 
 class MemoryStore final : public KeyValueStore {
  public:
-  MemoryStore(KeyValueShape shape, uint64_t memory_bytes, uint32_t threads)
+  MemoryStore(KeyValueShape shape, uint64_t memory_bytes, std::shared_ptr<base::ThreadTeam> team)
       : shape_(std::move(shape)),
         block_bytes_(kernels::cache_block_bytes(shape_.attention.block)),
         memory_bytes_(memory_bytes),
-        team_(threads, "si-attend", kAwake) {}
+        team_(std::move(team)) {}
 
   Status open(SequenceId id, uint64_t tokens_max, SharedPrefix prefix) override {
     SI_ASSIGN_OR_RETURN(const bool again, sequences_.begin_open(id, tokens_max, prefix));
@@ -122,7 +118,7 @@ class MemoryStore final : public KeyValueStore {
     }
     const uint32_t heads = shape_.attention.block.kv_heads;
     states_.resize(queries.size() * shape_.attention.state_floats());
-    team_.run(queries.size() * heads, [&](uint32_t, size_t index) {
+    team_->run(queries.size() * heads, [&](uint32_t, size_t index) {
       const size_t q = index / heads;
       attend(layer, *sequences[q], queries[q], states_.data() + q * shape_.attention.state_floats(),
              static_cast<uint32_t>(index % heads));
@@ -183,7 +179,7 @@ class MemoryStore final : public KeyValueStore {
   std::vector<float> states_;
   uint32_t under_way_ = 0;
   AttendTicket next_ticket_ = 0;
-  base::ThreadTeam team_;
+  const std::shared_ptr<base::ThreadTeam> team_;
 };
 
 }  // namespace
@@ -196,9 +192,13 @@ uint64_t memory_store_bytes(const KeyValueShape& shape, uint64_t tokens_max) {
   return blocks * kernels::cache_block_bytes(shape.attention.block);
 }
 
+std::shared_ptr<base::ThreadTeam> make_decoder_team(uint32_t threads) {
+  return std::make_shared<base::ThreadTeam>(threads, "si-decode", std::chrono::microseconds(200));
+}
+
 std::unique_ptr<KeyValueStore> make_memory_store(KeyValueShape shape, uint64_t memory_bytes,
-                                                 uint32_t threads) {
-  return std::make_unique<MemoryStore>(std::move(shape), memory_bytes, threads);
+                                                 std::shared_ptr<base::ThreadTeam> team) {
+  return std::make_unique<MemoryStore>(std::move(shape), memory_bytes, std::move(team));
 }
 
 }  // namespace smartinf::engine

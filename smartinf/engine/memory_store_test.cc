@@ -82,7 +82,7 @@ std::vector<float> attend(KeyValueStore& store, uint32_t layer,
 constexpr uint64_t kMemoryBytes = uint64_t{1} << 24;
 
 TEST(MemoryStore, AnswersDependOnTheSequenceAlone) {
-  auto together = make_memory_store(shape_of(), kMemoryBytes, 3);
+  auto together = make_memory_store(shape_of(), kMemoryBytes, make_decoder_team(3));
   for (const SequenceId id : {1, 2, 3}) {
     ASSERT_TRUE(together->open(id, 100).ok());
     append(*together, id, 0, 30 * id);
@@ -90,7 +90,7 @@ TEST(MemoryStore, AnswersDependOnTheSequenceAlone) {
   for (uint32_t layer = 0; layer < kLayers; ++layer) {
     const std::vector<float> all = attend(*together, layer, {3, 1, 2});
     for (const auto& [place, id] : {std::pair<size_t, SequenceId>{0, 3}, {1, 1}, {2, 2}}) {
-      auto alone = make_memory_store(shape_of(), kMemoryBytes, 1);
+      auto alone = make_memory_store(shape_of(), kMemoryBytes, make_decoder_team(1));
       ASSERT_TRUE(alone->open(id, 100).ok());
       for (uint64_t t = 0; t < 30 * id; ++t) append(*alone, id, t, 1);
       EXPECT_EQ(alone->tokens(id), 30 * id);
@@ -103,15 +103,15 @@ TEST(MemoryStore, AnswersDependOnTheSequenceAlone) {
 }
 
 TEST(MemoryStore, KeepsWhatAWindowShows) {
-  auto store = make_memory_store(shape_of({0, 40, 40}), kMemoryBytes, 2);
-  auto all = make_memory_store(shape_of(), kMemoryBytes, 2);
+  auto store = make_memory_store(shape_of({0, 40, 40}), kMemoryBytes, make_decoder_team(2));
+  auto all = make_memory_store(shape_of(), kMemoryBytes, make_decoder_team(2));
   ASSERT_TRUE(store->open(1, kTokensMax).ok());
   ASSERT_TRUE(all->open(1, kTokensMax).ok());
   append(*store, 1, 0, kTokensMax);
   append(*all, 1, 0, kTokensMax);
   EXPECT_EQ(attend(*store, 0, {1}), attend(*all, 0, {1}));
   EXPECT_NE(attend(*store, 1, {1}), attend(*all, 1, {1}));
-  auto whole = make_memory_store(shape_of({0, 40, kTokensMax}), kMemoryBytes, 2);
+  auto whole = make_memory_store(shape_of({0, 40, kTokensMax}), kMemoryBytes, make_decoder_team(2));
   ASSERT_TRUE(whole->open(1, kTokensMax).ok());
   for (uint64_t t = 0; t < kTokensMax; ++t) append(*whole, 1, t, 1);
   EXPECT_EQ(attend(*store, 1, {1}), attend(*whole, 1, {1}));
@@ -121,7 +121,7 @@ TEST(MemoryStore, KeepsWhatAWindowShows) {
 TEST(MemoryStore, TakesNoMoreMemoryThanItIsGiven) {
   // One block of a layer; 2 sequences of 64 tokens are 12 blocks.
   const uint64_t block_bytes = kernels::cache_block_bytes(shape_of().attention.block);
-  auto store = make_memory_store(shape_of(), 12 * block_bytes, 1);
+  auto store = make_memory_store(shape_of(), 12 * block_bytes, make_decoder_team(1));
   ASSERT_TRUE(store->open(1, 64).ok());
   EXPECT_EQ(store->open(1, 1).code(), ErrorCode::kAlreadyExists);
   const base::Status full = store->open(2, 65);
@@ -148,8 +148,8 @@ TEST(MemoryStore, APrefixIsSharedWithTheSameBitsUntilNobodyUsesIt) {
   for (const std::vector<uint32_t>& windows : {std::vector<uint32_t>(), {0, 40, 100}}) {
     const uint64_t room = memory_store_bytes(shape_of(windows), kShared) +
                           2 * memory_store_bytes(shape_of(windows), kTokensMax - kShared);
-    auto shared = make_memory_store(shape_of(windows), room, 2);
-    auto alone = make_memory_store(shape_of(windows), kMemoryBytes, 2);
+    auto shared = make_memory_store(shape_of(windows), room, make_decoder_team(2));
+    auto alone = make_memory_store(shape_of(windows), kMemoryBytes, make_decoder_team(2));
     ASSERT_TRUE(shared->open(kPrefix, kShared).ok());
     append(*shared, kPrefix, 0, 64);
     for (const SequenceId id : {1, 2}) {
@@ -201,7 +201,7 @@ TEST(MemoryStore, APrefixIsSharedWithTheSameBitsUntilNobodyUsesIt) {
 }
 
 TEST(MemoryStore, TokensAreThoseThatAllLayersHave) {
-  auto store = make_memory_store(shape_of(), kMemoryBytes, 1);
+  auto store = make_memory_store(shape_of(), kMemoryBytes, make_decoder_team(1));
   ASSERT_TRUE(store->open(1, 64).ok());
   append(*store, 1, 0, 5);
   const std::vector<float> one = random_floats(kRow, 1);

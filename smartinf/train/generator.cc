@@ -310,18 +310,21 @@ Status TorchGenerator::load_all(const DecodeNeeds& needs) {
 
 Result<std::unique_ptr<SequenceDecoder>> TorchGenerator::decoder(DecoderOptions options) {
   return guarded("begin a decoder", [&]() -> Result<std::unique_ptr<SequenceDecoder>> {
-    SI_RETURN_IF_ERROR(check_store(options.store != nullptr));
+    SI_RETURN_IF_ERROR(check_store(options.store != nullptr || options.format));
     if (!accelerator_.is_cpu()) {
       return std::unique_ptr<SequenceDecoder>(std::make_unique<TorchDecoder>(
           *model_, *pass_, weights_options(), std::move(options.stop)));
     }
     std::unique_ptr<engine::KeyValueStore> store = std::move(options.store);
+    const std::shared_ptr<base::ThreadTeam> team = engine::make_decoder_team(threads());
     if (store == nullptr) {
-      store = engine::make_memory_store(key_value_shape(), store_bytes_, threads());
+      engine::KeyValueShape shape = key_value_shape();
+      shape.attention.block.format = options.format.value_or(shape.attention.block.format);
+      store = engine::make_memory_store(std::move(shape), store_bytes_, team);
     }
     return std::unique_ptr<SequenceDecoder>(std::make_unique<RowDecoder>(
         LoadedModel{*model_, *stream_, *pass_, adapters_.get(), type_}, std::move(store),
-        RowDecoder::Options{threads(), options.store_works_beside, std::move(options.stop)}));
+        RowDecoder::Options{team, options.store_works_beside, std::move(options.stop)}));
   });
 }
 

@@ -83,6 +83,7 @@ class Generator {
   struct DecoderOptions {
     /// Of key_value_shape(), in any format; null: in memory, as much as load() was told.
     std::unique_ptr<engine::KeyValueStore> store;
+    std::optional<kernels::CacheFormat> format;  // in memory; none: that of key_value_shape()
     bool store_works_beside = false;  // on devices: it attends while the model computes
     std::stop_token stop;             // ends the call that is under way with kCancelled
   };

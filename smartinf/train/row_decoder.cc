@@ -1,7 +1,6 @@
 #include "smartinf/train/row_decoder.h"
 
 #include <algorithm>
-#include <chrono>
 #include <cmath>
 #include <map>
 #include <utility>
@@ -21,9 +20,6 @@ using base::Status;
 using torch::Tensor;
 
 namespace {
-
-/// A step's products are shorter than it takes to wake a thread.
-constexpr std::chrono::microseconds kAwake(200);
 
 /// A prompt, or a beginning that prompts share, while it is computed.
 struct Prompt {
@@ -145,8 +141,7 @@ RowDecoder::RowDecoder(const LoadedModel& loaded, std::unique_ptr<engine::KeyVal
     : loaded_(loaded),
       store_(std::move(store)),
       options_(std::move(options)),
-      team_(options_.threads, "si-rows", kAwake),
-      rows_(loaded.model, loaded.type, team_) {}
+      rows_(loaded.model, loaded.type, *options_.team) {}
 
 /// False: there is no room for it, and sequences are taken in without.
 bool RowDecoder::open_prefix(const engine::SharedPrefix& prefix) {

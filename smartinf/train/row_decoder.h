@@ -30,7 +30,7 @@ struct LoadedModel {
 class RowDecoder final : public SequenceDecoder {
  public:
   struct Options {
-    uint32_t threads = 1;
+    std::shared_ptr<base::ThreadTeam> team;  // for products, between attends
     /// The store works while the model computes: sequences go in two halves, of which one attends
     /// while the other is computed. Those with a common prefix are in one half.
     bool halves = false;
@@ -82,7 +82,6 @@ class RowDecoder final : public SequenceDecoder {
   const LoadedModel loaded_;
   const std::unique_ptr<engine::KeyValueStore> store_;
   const Options options_;
-  base::ThreadTeam team_;
   RowModel rows_;
   std::vector<std::unique_ptr<Sequence>> sequences_;
   std::vector<LostSequence> lost_;  // until take_lost()

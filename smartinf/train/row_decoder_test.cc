@@ -54,7 +54,7 @@ class DrawnWeights final : public engine::WeightSource {
 class LosingStore final : public engine::KeyValueStore {
  public:
   LosingStore(const engine::KeyValueShape& shape, SequenceId loses, uint64_t attends)
-      : store_(engine::make_memory_store(shape, uint64_t{1} << 26, 1)),
+      : store_(engine::make_memory_store(shape, uint64_t{1} << 26, engine::make_decoder_team(1))),
         loses_(loses),
         attends_left_(attends) {}
 
@@ -108,7 +108,7 @@ class LosingStore final : public engine::KeyValueStore {
 class RecordingStore final : public engine::KeyValueStore {
  public:
   RecordingStore(const engine::KeyValueShape& shape, size_t attends, std::string& record)
-      : store_(engine::make_memory_store(shape, uint64_t{1} << 26, 1)),
+      : store_(engine::make_memory_store(shape, uint64_t{1} << 26, engine::make_decoder_team(1))),
         attends_left_(attends),
         record_(record) {}
   Status open(SequenceId id, uint64_t tokens_max, engine::SharedPrefix prefix) override {
@@ -160,28 +160,30 @@ class Loaded {
                                            uint64_t bytes = uint64_t{1} << 26) {
     const auto format =
         type_ == DataType::kF32 ? kernels::CacheFormat::kF32 : kernels::CacheFormat::kBf16;
+    const auto team = engine::make_decoder_team(threads);
     return std::make_unique<RowDecoder>(
         LoadedModel{model_, stream_, pass_, nullptr, type_},
-        engine::make_memory_store(key_value_shape(model_.architecture(), format), bytes, 1),
-        RowDecoder::Options{threads, halves, {}});
+        engine::make_memory_store(key_value_shape(model_.architecture(), format), bytes, team),
+        RowDecoder::Options{team, halves, {}});
   }
   std::unique_ptr<SequenceDecoder> over(std::unique_ptr<engine::KeyValueStore> store, bool halves) {
-    return std::make_unique<RowDecoder>(LoadedModel{model_, stream_, pass_, nullptr, type_},
-                                        std::move(store), RowDecoder::Options{1, halves, {}});
+    return std::make_unique<RowDecoder>(
+        LoadedModel{model_, stream_, pass_, nullptr, type_}, std::move(store),
+        RowDecoder::Options{engine::make_decoder_team(1), halves, {}});
   }
   std::unique_ptr<SequenceDecoder> losing(SequenceId id, uint64_t attends) {
     return std::make_unique<RowDecoder>(
         LoadedModel{model_, stream_, pass_, nullptr, type_},
         std::make_unique<LosingStore>(
             key_value_shape(model_.architecture(), kernels::CacheFormat::kBf16), id, attends),
-        RowDecoder::Options{1, false, {}});
+        RowDecoder::Options{engine::make_decoder_team(1), false, {}});
   }
   std::unique_ptr<SequenceDecoder> recording(size_t attends, std::string& record) {
     return std::make_unique<RowDecoder>(
         LoadedModel{model_, stream_, pass_, nullptr, type_},
         std::make_unique<RecordingStore>(
             key_value_shape(model_.architecture(), kernels::CacheFormat::kBf16), attends, record),
-        RowDecoder::Options{1, true, {}});
+        RowDecoder::Options{engine::make_decoder_team(1), true, {}});
   }
   std::unique_ptr<SequenceDecoder> by_torch() {
     return std::make_unique<TorchDecoder>(model_, pass_, torch::dtype(scalar_type(type_)),

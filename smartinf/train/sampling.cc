@@ -15,23 +15,24 @@ struct Candidate {
   int64_t token = 0;
 };
 
-/// Likelier ones first, of equals the first; NaN, which a damaged model gives, before all.
+/// NaN, which a damaged model gives, is above all.
+bool is_larger(double a, double b) { return a > b || (std::isnan(a) && !std::isnan(b)); }
+
+/// Likelier ones first, of equals the first.
 bool is_likelier(const Candidate& a, const Candidate& b) {
-  if (a.score > b.score) return true;
-  if (a.score < b.score) return false;
-  const bool a_is_nan = std::isnan(a.score);
-  const bool b_is_nan = std::isnan(b.score);
-  return a_is_nan != b_is_nan ? a_is_nan : a.token < b.token;
+  if (is_larger(a.score, b.score)) return true;
+  return !is_larger(b.score, a.score) && a.token < b.token;
 }
 
 }  // namespace
 
 int64_t choose_token(std::span<const float> logits, const Sampling& sampling, uint64_t draw) {
+  if (sampling.temperature == 0)
+    return std::ranges::min_element(logits, is_larger) - logits.begin();
   std::vector<Candidate> all(logits.size());
   for (size_t i = 0; i < all.size(); ++i) {
     all[i] = {static_cast<double>(logits[i]), static_cast<int64_t>(i)};
   }
-  if (sampling.temperature == 0) return std::ranges::min_element(all, is_likelier)->token;
   for (Candidate& one : all) one.score /= sampling.temperature;
   if (sampling.top_k != 0 && sampling.top_k < all.size()) {
     std::ranges::nth_element(all, all.begin() + sampling.top_k, is_likelier);

@@ -5,6 +5,14 @@
 #include "smartinf/base/check.h"
 
 namespace smartinf::base {
+namespace {
+
+// Parts of ThreadTeam::state_.
+constexpr uint64_t kWithin = 0xFFFF;
+constexpr uint64_t kOpen = kWithin + 1;
+constexpr uint64_t kJob = 2 * kOpen;
+
+}  // namespace
 
 ThreadTeam::ThreadTeam(uint32_t threads, std::string name, std::chrono::microseconds awake)
     : awake_(awake) {
@@ -25,28 +33,31 @@ void ThreadTeam::run(size_t parts, const std::function<void(uint32_t, size_t)>& 
     for (size_t index = 0; index < parts; ++index) part(0, index);
     return;
   }
+  const uint64_t before = state_;
+  SI_CHECK((before & (kOpen | kWithin)) == 0, "a team does one job at a time");
+  part_ = &part;
+  parts_ = parts;
+  next_ = 0;
   {
     const std::lock_guard lock(mutex_);
-    SI_CHECK(working_ == 0, "a team does one job at a time");
-    part_ = &part;
-    parts_ = parts;
-    next_ = 0;
-    working_ = static_cast<uint32_t>(others_.size());
-    ++job_;
+    state_ = before + kJob + kOpen;
   }
   begun_.notify_all();
   work(0);
-  const auto all_done = [&] { return working_ == 0; };
+  state_ -= kOpen;
+  const auto all_done = [&] { return (state_ & kWithin) == 0; };
   wait_awake(all_done);
   std::unique_lock lock(mutex_);
   done_.wait(lock, all_done);
 }
 
-/// Until it is done, or the time is over.
+/// Until it is done, or the time is over. The core is not yielded: where other programs want it,
+/// too, the kernel would give it back behind their slices, which are longer than most jobs.
 template <class Done>
 void ThreadTeam::wait_awake(const Done& done) const {
   const auto until = std::chrono::steady_clock::now() + awake_;
-  while (!done() && std::chrono::steady_clock::now() < until) std::this_thread::yield();
+  while (!done() && std::chrono::steady_clock::now() < until) {
+  }
 }
 
 void ThreadTeam::work(uint32_t worker) {
@@ -55,16 +66,19 @@ void ThreadTeam::work(uint32_t worker) {
 
 void ThreadTeam::serve(const std::stop_token& stop, uint32_t worker) {
   uint64_t seen = 0;
-  const auto is_new = [&] { return job_ != seen; };
+  const auto is_new = [&] { return state_ / kJob != seen; };
   for (;;) {
     wait_awake([&] { return is_new() || stop.stop_requested(); });
-    std::unique_lock lock(mutex_);
-    if (!begun_.wait(lock, stop, is_new)) return;
-    seen = job_;
-    lock.unlock();
+    if (std::unique_lock lock(mutex_); !begun_.wait(lock, stop, is_new)) return;
+    uint64_t state = state_;
+    while ((state & kOpen) != 0 && !state_.compare_exchange_weak(state, state + 1)) {
+    }
+    seen = state / kJob;
+    if ((state & kOpen) == 0) continue;
     work(worker);
-    lock.lock();
-    if (--working_ == 0) done_.notify_one();
+    if ((--state_ & (kOpen | kWithin)) != 0) continue;
+    const std::lock_guard lock(mutex_);
+    done_.notify_one();
   }
 }
 

@@ -19,8 +19,8 @@ namespace smartinf::base {
 class ThreadTeam {
  public:
   /// threads: those that work on a job, the caller of run() among them; at least 1. awake: how long
-  /// they wait for a job, or for the end of one, before they sleep, and give way to other threads
-  /// meanwhile; for jobs that follow on each other and are shorter than it takes to wake a thread.
+  /// they spin for a job, or for the end of one, before they sleep; for jobs that follow on each
+  /// other and are shorter than it takes to wake a thread.
   ThreadTeam(uint32_t threads, std::string name, std::chrono::microseconds awake = {});
   ~ThreadTeam();
   ThreadTeam(const ThreadTeam&) = delete;
@@ -42,16 +42,18 @@ class ThreadTeam {
 
   const std::chrono::microseconds awake_;
 
+  // Written while no other thread is in a job.
   const std::function<void(uint32_t, size_t)>* part_ = nullptr;
   size_t parts_ = 0;
   std::atomic<size_t> next_{0};
 
+  // How many jobs were begun, whether threads may still enter the last one, and how many other
+  // threads are in it: a thread that gets no core is not waited for.
+  std::atomic<uint64_t> state_ = 0;
+
   std::mutex mutex_;
   std::condition_variable_any begun_;
   std::condition_variable done_;
-  // Written while mutex_ is held.
-  std::atomic<uint64_t> job_ = 0;      // how many jobs were begun
-  std::atomic<uint32_t> working_ = 0;  // other threads that have not finished this one
   std::vector<std::jthread> others_;  // last: joined before the rest goes
 };
 

@@ -15,20 +15,28 @@ struct Candidate {
   int64_t token = 0;
 };
 
-/// NaN, which a damaged model gives, is above all.
-bool is_larger(double a, double b) { return a > b || (std::isnan(a) && !std::isnan(b)); }
-
-/// Likelier ones first, of equals the first.
+/// Likelier ones first, of equals the first; NaN, which a damaged model gives, before all.
 bool is_likelier(const Candidate& a, const Candidate& b) {
-  if (is_larger(a.score, b.score)) return true;
-  return !is_larger(b.score, a.score) && a.token < b.token;
+  if (a.score > b.score) return true;
+  if (a.score < b.score) return false;
+  const bool a_is_nan = std::isnan(a.score);
+  const bool b_is_nan = std::isnan(b.score);
+  return a_is_nan != b_is_nan ? a_is_nan : a.token < b.token;
+}
+
+/// The likeliest: one comparison for each, which fails rarely.
+int64_t largest(std::span<const float> logits) {
+  size_t at = 0;
+  for (size_t i = 1; i < logits.size() && !std::isnan(logits[at]); ++i) {
+    if (!(logits[i] <= logits[at])) at = i;
+  }
+  return static_cast<int64_t>(at);
 }
 
 }  // namespace
 
 int64_t choose_token(std::span<const float> logits, const Sampling& sampling, uint64_t draw) {
-  if (sampling.temperature == 0)
-    return std::ranges::min_element(logits, is_larger) - logits.begin();
+  if (sampling.temperature == 0) return largest(logits);
   std::vector<Candidate> all(logits.size());
   for (size_t i = 0; i < all.size(); ++i) {
     all[i] = {static_cast<double>(logits[i]), static_cast<int64_t>(i)};

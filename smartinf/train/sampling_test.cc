@@ -2,6 +2,7 @@
 #include "smartinf/train/sampling.h"
 
 #include <cmath>
+#include <limits>
 #include <set>
 #include <span>
 #include <vector>
@@ -66,6 +67,18 @@ TEST(ChooseToken, ManyTokensAreDrawnAsIfAllWereSorted) {
       EXPECT_NEAR(shares[static_cast<size_t>(token)], share, 1) << "draw " << draw;
     }
   }
+}
+
+TEST(ChooseToken, GreedyIsTheFirstOfTheLargestAndNotANumberIsAboveAll) {
+  constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
+  const auto greedy = [](const std::vector<float>& logits) {
+    return choose_token(logits, {.temperature = 0}, 0);
+  };
+  EXPECT_EQ(greedy({1}), 0);
+  EXPECT_EQ(greedy({-3, -1, -2, -1}), 1);
+  EXPECT_EQ(greedy({5, 1, 5}), 0);
+  EXPECT_EQ(greedy({1, kNan, 7, kNan}), 1);
+  EXPECT_EQ(greedy({kNan, 7}), 0);
 }
 
 }  // namespace

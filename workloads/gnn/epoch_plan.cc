@@ -31,10 +31,19 @@ std::vector<EpochPlan::Table> tables_of(std::span<const Layer> layers) {
   return tables;
 }
 
-/// The part of a graph's blocks that a rank has.
-std::pair<size_t, size_t> blocks_of(const Graph& graph, uint32_t rank, uint32_t ranks) {
+/// The part of a graph's blocks that a rank has, or of a batch of its server's.
+std::pair<size_t, size_t> blocks_of(const Graph& graph, const RankOptions& ranks, uint32_t rank,
+                                    uint32_t batch) {
   const size_t blocks = graph.blocks.size() - 1;
-  return {blocks * rank / ranks, blocks * (rank + 1) / ranks};
+  if (ranks.batches == 1) return {blocks * rank / ranks.ranks, blocks * (rank + 1) / ranks.ranks};
+  const uint32_t of_server = ranks.ranks / ranks.servers;
+  const size_t server = rank / of_server;
+  const size_t first = blocks * server / ranks.servers;
+  const size_t all = blocks * (server + 1) / ranks.servers - first;
+  const size_t begin = all * batch / ranks.batches;
+  const size_t has = all * (batch + 1) / ranks.batches - begin;
+  const size_t place = rank % of_server;
+  return {first + begin + has * place / of_server, first + begin + has * (place + 1) / of_server};
 }
 
 uint64_t largest_block(const Graph& graph) {
@@ -45,7 +54,8 @@ uint64_t largest_block(const Graph& graph) {
   return most;
 }
 
-Result<graph::Spread> spread_of(const Graph& graph, const RankOptions& ranks) {
+/// Of a batch ranks of other servers have nothing.
+Result<graph::Spread> spread_of(const Graph& graph, const RankOptions& ranks, uint32_t batch) {
   const size_t blocks = graph.blocks.size() - 1;
   if (ranks.servers == 0 || ranks.ranks % ranks.servers != 0) {
     return Status(ErrorCode::kInvalidArgument,
@@ -57,18 +67,38 @@ Result<graph::Spread> spread_of(const Graph& graph, const RankOptions& ranks) {
                   fmt::format("{} ranks, and the graph has {} blocks", ranks.ranks, blocks),
                   "Take fewer ranks, or partition the graph into smaller blocks.");
   }
-  graph::Spread spread{.bounds = {0}, .servers = ranks.servers};
+  const uint32_t of_server = ranks.ranks / ranks.servers;
+  if (ranks.batches > 1 && !ranks.sampling) {
+    return Status(ErrorCode::kInvalidArgument,
+                  fmt::format("{} batches without samples", ranks.batches),
+                  "Give --sample, with as many hops as there are layers, and a high --fanout for "
+                  "all neighbours.");
+  }
+  if (const uint64_t least = uint64_t{ranks.batches} * of_server, has = blocks / ranks.servers;
+      ranks.batches > 1 && least > has) {
+    return Status(ErrorCode::kInvalidArgument,
+                  fmt::format("{} batches for {} ranks of a server, which has {} blocks",
+                              ranks.batches, of_server, has),
+                  "Take fewer batches, or partition the graph into smaller blocks.");
+  }
+  const uint32_t first = ranks.batches == 1 ? 0 : ranks.rank / of_server * of_server;
+  const uint32_t end = ranks.batches == 1 ? ranks.ranks : first + of_server;
+  graph::Spread spread{.bounds = {graph.blocks[blocks_of(graph, ranks, first, batch).first]},
+                       .servers = ranks.servers};
   for (uint32_t r = 0; r < ranks.ranks; ++r) {
-    spread.bounds.push_back(graph.blocks[blocks_of(graph, r, ranks.ranks).second]);
+    spread.bounds.push_back(r >= first && r < end
+                                ? graph.blocks[blocks_of(graph, ranks, r, batch).second]
+                                : spread.bounds.back());
   }
   return spread;
 }
 
 /// A rank's blocks, and its pieces of the rings around its server, in about `count` parts for as
 /// many vertices as the blocks have.
-std::vector<Part> make_parts(const Graph& graph, const RankOptions& ranks, const graph::Csr& csr,
-                             const graph::ServerShare& share, uint32_t count) {
-  const auto [first_block, end_block] = blocks_of(graph, ranks.rank, ranks.ranks);
+std::vector<Part> make_parts(const Graph& graph, const RankOptions& ranks, uint32_t batch,
+                             const graph::Csr& csr, const graph::ServerShare& share,
+                             uint32_t count) {
+  const auto [first_block, end_block] = blocks_of(graph, ranks, ranks.rank, batch);
   const size_t blocks = end_block - first_block;
   std::vector<Part> parts;
   const auto begin = [&](uint32_t ring) { parts.emplace_back().ring = ring; };
@@ -198,10 +228,10 @@ void for_rows(const EpochPlan& plan, bool sampled, const Reads& reads, const Wri
   }
 }
 
-/// Plans a rank of the spread; csr: the graph's, or the server's sample.
-Result<EpochPlan> plan_rank(const Graph& graph, const graph::Csr& csr,
-                            std::span<const Layer> layers, const EpochOptions& options,
-                            const graph::Spread& spread, Shares& shares) {
+/// Plans a rank of the spread, all but its tables; csr: the graph's, or the server's sample.
+Result<EpochPlan> plan_parts(const Graph& graph, const graph::Csr& csr,
+                             std::span<const Layer> layers, const EpochOptions& options,
+                             uint32_t batch, const graph::Spread& spread, Shares& shares) {
   const RankOptions& ranks = options.ranks;
   EpochPlan plan;
   plan.spread = spread;
@@ -224,7 +254,7 @@ Result<EpochPlan> plan_rank(const Graph& graph, const graph::Csr& csr,
   }
 
   const uint64_t room = options.memory_bytes / 2;
-  const auto [first_block, end_block] = blocks_of(graph, ranks.rank, ranks.ranks);
+  const auto [first_block, end_block] = blocks_of(graph, ranks, ranks.rank, batch);
   const auto blocks = static_cast<uint32_t>(end_block - first_block);
   if (options.parts > blocks) {
     return Status(ErrorCode::kInvalidArgument,
@@ -235,7 +265,7 @@ Result<EpochPlan> plan_rank(const Graph& graph, const graph::Csr& csr,
   // In use, for the next part, and on the way where rows come in another order than they are taken.
   const uint64_t copies = options.devices.size() > 1 || ranks.ranks > 1 ? 3 : 2;
   const auto fits = [&](uint32_t count) {
-    plan.parts = make_parts(graph, ranks, csr, share, count);
+    plan.parts = make_parts(graph, ranks, batch, csr, share, count);
     plan.part_bytes = bytes_of(plan.parts, layers, copies);
     return plan.part_bytes <= room;
   };
@@ -260,7 +290,31 @@ Result<EpochPlan> plan_rank(const Graph& graph, const graph::Csr& csr,
     (fits(between) ? count : few) = between;
   }
   (void)fits(count);
+  for (uint32_t r = 0; r < ranks.ranks; ++r) {
+    const auto [first, end] = blocks_of(graph, ranks, r, batch);
+    for (Vertex v = graph.blocks[first]; v < graph.blocks[end]; ++v) {
+      plan.trained += graph.split[v] == Split::kTrain;
+    }
+  }
+  return plan;
+}
 
+/// What a rank's batches have in common, and what each of them moves.
+void plan_tables(const Graph& graph, std::span<const Layer> layers, const EpochOptions& options,
+                 std::span<EpochPlan> batches) {
+  const RankOptions& ranks = options.ranks;
+  EpochPlan& plan = batches[0];
+  if (batches.size() > 1) {
+    std::vector<bool> used(graph.csr.vertices());
+    for (EpochPlan& batch : batches) {
+      for (const Vertex v : std::exchange(batch.vertices, {})) used[v] = true;
+      batch.features = 0;
+    }
+    for (Vertex v = 0; v < graph.csr.vertices(); ++v) {
+      if (used[v]) plan.vertices.push_back(v);
+    }
+    plan.features = plan.vertices.size();
+  }
   plan.tables = tables_of(layers);
   uint64_t left = std::min(options.keep_bytes, options.memory_bytes / 4);
   for (EpochPlan::Table& table : plan.tables) {
@@ -269,8 +323,10 @@ Result<EpochPlan> plan_rank(const Graph& graph, const graph::Csr& csr,
     if (table.in_memory) left -= bytes;
   }
   std::vector<bool> shared(graph.csr.vertices());
-  for (const Part& part : plan.parts) {
-    for (const Vertex v : part.halo) shared[v] = true;
+  for (const EpochPlan& batch : batches) {
+    for (const Part& part : batch.parts) {
+      for (const Vertex v : part.halo) shared[v] = true;
+    }
   }
   std::ranges::copy_if(plan.vertices, std::back_inserter(plan.shared),
                        [&](Vertex v) { return shared[v]; });
@@ -283,28 +339,30 @@ Result<EpochPlan> plan_rank(const Graph& graph, const graph::Csr& csr,
     left -= bytes;
   }
   plan.table_memory_bytes = options.memory_bytes / 4 + left;
-  const auto moves = [&](size_t number, uint64_t rows, bool up, bool halo) {
-    const EpochPlan::Table& table = plan.tables[number];
-    const uint64_t bytes = rows * table.dim * sizeof(float);
-    plan.row_bytes += bytes;
-    if (table.in_memory || (halo && table.halo_in_memory)) return;
-    (up ? plan.rows_gathered : plan.rows_put) += rows;
-    (up ? plan.up_bytes : plan.down_bytes) += bytes;
-    plan.down_bytes += rows * sizeof(uint32_t);
-  };
-  for_rows(
-      plan, ranks.sampling.has_value(),
-      [&](size_t, size_t table, uint64_t rows, bool halo = false) {
-        moves(table, rows, true, halo);
-      },
-      [&](size_t, size_t table, uint64_t rows) { moves(table, rows, false, false); });
-  for (size_t s = 0; s < plan.steps.size(); ++s) {
-    for (uint32_t to = 0; to < ranks.ranks; ++to) {
-      (plan.within_server(to, ranks.rank) ? plan.within_bytes : plan.between_bytes) +=
-          plan.exchanges[s].send[to].size() * plan.tables[plan.handed(s)].dim * sizeof(float);
+  for (EpochPlan& batch : batches) {
+    batch.tables = plan.tables;
+    const auto moves = [&](size_t number, uint64_t rows, bool up, bool halo) {
+      const EpochPlan::Table& table = batch.tables[number];
+      const uint64_t bytes = rows * table.dim * sizeof(float);
+      batch.row_bytes += bytes;
+      if (table.in_memory || (halo && table.halo_in_memory)) return;
+      (up ? batch.rows_gathered : batch.rows_put) += rows;
+      (up ? batch.up_bytes : batch.down_bytes) += bytes;
+      batch.down_bytes += rows * sizeof(uint32_t);
+    };
+    for_rows(
+        batch, ranks.sampling.has_value(),
+        [&](size_t, size_t table, uint64_t rows, bool halo = false) {
+          moves(table, rows, true, halo);
+        },
+        [&](size_t, size_t table, uint64_t rows) { moves(table, rows, false, false); });
+    for (size_t s = 0; s < batch.steps.size(); ++s) {
+      for (uint32_t to = 0; to < ranks.ranks; ++to) {
+        (batch.within_server(to, ranks.rank) ? batch.within_bytes : batch.between_bytes) +=
+            batch.exchanges[s].send[to].size() * batch.tables[batch.handed(s)].dim * sizeof(float);
+      }
     }
   }
-  return plan;
 }
 
 /// Multiplications of a layer for so many vertices with so many edges.
@@ -333,10 +391,9 @@ std::vector<EpochPlan::Wanted> EpochPlan::wanted(size_t step) const {
   return wanted;
 }
 
-Result<EpochPlan> plan_epoch(const Graph& graph, std::span<const Layer> layers,
-                             const EpochOptions& options) {
+Result<std::vector<EpochPlan>> plan_epoch(const Graph& graph, std::span<const Layer> layers,
+                                          const EpochOptions& options) {
   const RankOptions& ranks = options.ranks;
-  SI_ASSIGN_OR_RETURN(const graph::Spread spread, spread_of(graph, ranks));
   const uint32_t most = 2 * static_cast<uint32_t>(layers.size()) - 1;
   if (ranks.preload > most) {
     return Status(ErrorCode::kInvalidArgument,
@@ -345,20 +402,27 @@ Result<EpochPlan> plan_epoch(const Graph& graph, std::span<const Layer> layers,
                               ranks.preload, layers.size(), most),
                   fmt::format("Take --preload {} or less.", most));
   }
-  const uint32_t server = spread.server_of(ranks.rank);
-  std::optional<graph::Csr> sample;
-  if (ranks.sampling) sample = graph::sampled_graph(graph.csr, spread, server, *ranks.sampling);
-  const graph::Csr& csr = sample ? *sample : graph.csr;
-  Shares shares = make_shares(graph, csr, spread, layers, ranks, server);
-  SI_ASSIGN_OR_RETURN(EpochPlan plan, plan_rank(graph, csr, layers, options, spread, shares));
-  plan.sample = std::move(sample);
-  return plan;
+  std::vector<EpochPlan> batches;
+  for (uint32_t batch = 0; batch < ranks.batches; ++batch) {
+    SI_ASSIGN_OR_RETURN(const graph::Spread spread, spread_of(graph, ranks, batch));
+    const uint32_t server = spread.server_of(ranks.rank);
+    std::optional<graph::Csr> sample;
+    if (ranks.sampling) sample = graph::sampled_graph(graph.csr, spread, server, *ranks.sampling);
+    const graph::Csr& csr = sample ? *sample : graph.csr;
+    Shares shares = make_shares(graph, csr, spread, layers, ranks, server);
+    SI_ASSIGN_OR_RETURN(EpochPlan plan,
+                        plan_parts(graph, csr, layers, options, batch, spread, shares));
+    plan.sample = std::move(sample);
+    batches.push_back(std::move(plan));
+  }
+  plan_tables(graph, layers, options, batches);
+  return batches;
 }
 
 Result<std::vector<graph::PreloadCost>> preload_costs(const Graph& graph,
                                                       std::span<const Layer> layers,
                                                       const EpochOptions& options) {
-  SI_ASSIGN_OR_RETURN(const graph::Spread spread, spread_of(graph, options.ranks));
+  SI_ASSIGN_OR_RETURN(const graph::Spread spread, spread_of(graph, options.ranks, 0));
   std::vector<graph::PreloadCost> costs;
   Status unfit;
   for (uint32_t hops = 0; hops < 2 * layers.size(); ++hops) {
@@ -377,13 +441,14 @@ Result<std::vector<graph::PreloadCost>> preload_costs(const Graph& graph,
     bool fits = true;
     for (uint32_t r = 0; r < spread.ranks() && fits; ++r) {
       with.ranks.rank = r;
-      const Result<EpochPlan> planned = plan_rank(graph, graph.csr, layers, with, spread, shares);
+      Result<EpochPlan> planned = plan_parts(graph, graph.csr, layers, with, 0, spread, shares);
       fits = planned.ok();
       if (!fits) {
         unfit = planned.status();
         if (unfit.code() != ErrorCode::kOutOfMemory) return unfit;
         break;
       }
+      plan_tables(graph, layers, with, std::span(&*planned, 1));
       const EpochPlan& plan = *planned;
       std::vector<uint64_t> rows_here(steps);
       const auto moves = [&](size_t step, size_t table, uint64_t count, bool /*halo*/ = false) {

@@ -27,6 +27,9 @@ struct RankOptions {
   uint32_t rank = 0, ranks = 1, servers = 1;
   uint32_t preload = 1;                     // propagations that need nothing of other servers
   std::optional<graph::Sampling> sampling;  // each server trains on a sample, without others' rows
+  /// Of a sampled epoch: each server's blocks in so many pieces, each with a sample of its own,
+  /// that its ranks compute together, and with an update.
+  uint32_t batches = 1;
   std::shared_ptr<engine::Collectives> collectives;  // null: alone
 };
 
@@ -44,13 +47,13 @@ struct EpochOptions {
   bool create = true;
 };
 
-/// What an epoch of a rank holds in memory and moves.
+/// What an epoch of a rank, or a batch of it, holds in memory and moves.
 struct EpochPlan {
   graph::Spread spread;
   std::vector<graph::Propagation> steps;
   std::optional<graph::Csr> sample;  // of the server
   /// Vertices that rows of the tables are of: those that are computed, by ring, then those that are
-  /// only read.
+  /// only read. Of batches those of all, which are in the first batch's plan alone.
   std::vector<graph::Vertex> vertices;
   size_t features = 0;  // how many of them have features that do not come anew in each epoch
   struct Exchange {
@@ -58,7 +61,8 @@ struct EpochPlan {
   };
   std::vector<Exchange> exchanges;  // [steps]
   std::vector<Part> parts;
-  std::vector<graph::Vertex> shared;  // all parts' halos
+  std::vector<graph::Vertex> shared;  // all parts' halos, like `vertices`
+  uint64_t trained = 0;               // vertices that all ranks train with
   struct Table {
     std::string name;
     uint32_t dim = 0;
@@ -105,8 +109,9 @@ struct EpochPlan {
 /// fit, features first, then halos of those that do not, and the rest is the devices'. Errors:
 /// kOutOfMemory, a block with its neighbours does not fit: with what is needed and given;
 /// kInvalidArgument, more parts or ranks than blocks, and what ranks cannot be shared out among.
-base::Result<EpochPlan> plan_epoch(const Graph& graph, std::span<const Layer> layers,
-                                   const EpochOptions& options);
+/// Returns [batches].
+base::Result<std::vector<EpochPlan>> plan_epoch(const Graph& graph, std::span<const Layer> layers,
+                                                const EpochOptions& options);
 
 /// Counted for each number of preloaded hops whose parts fit in memory, 0 first. Errors: as above.
 base::Result<std::vector<graph::PreloadCost>> preload_costs(const Graph& graph,

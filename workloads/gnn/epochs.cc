@@ -47,7 +47,7 @@ Epochs::Epochs(const Graph& graph, const EpochOptions& options, std::vector<Laye
       graph.digest, graph.csr.vertices(), graph.csr.edges() / 2, graph.feature_count,
       graph.classes);
   const RankOptions& ranks = options.ranks;
-  if (ranks.ranks == 1) return;
+  if (ranks.ranks == 1 && ranks.batches == 1) return;
   identity_ += fmt::format(", by {} ranks on {} servers, ", ranks.ranks, ranks.servers);
   if (ranks.sampling) {
     identity_ += fmt::format("on samples of {} hops, {} neighbours and seed {}",
@@ -55,6 +55,7 @@ Epochs::Epochs(const Graph& graph, const EpochOptions& options, std::vector<Laye
   } else {
     identity_ += fmt::format("with {} hops preloaded", ranks.preload);
   }
+  if (ranks.batches > 1) identity_ += fmt::format(", in {} batches", ranks.batches);
 }
 
 Result<std::unique_ptr<Epochs>> Epochs::open(const Graph& graph, const EpochOptions& options) {
@@ -65,24 +66,34 @@ Result<std::unique_ptr<Epochs>> Epochs::open(const Graph& graph, const EpochOpti
 }
 
 Status Epochs::begin() {
-  Result<EpochPlan> plan = plan_epoch(graph_, layers_, options_);
-  if (plan.ok()) plan_ = std::move(*plan);
-  SI_RETURN_IF_ERROR(exchange_.all_ok(identity_, plan.ok() ? open_devices() : plan.status()));
-  SI_RETURN_IF_ERROR(share_parameters(Status()));
-  const uint32_t cores = std::max(1u, std::thread::hardware_concurrency());
-  layer_pass_ = std::make_unique<LayerPass>(plan_.sample ? *plan_.sample : graph_.csr, parameters_,
-                                            options_.threads > 0 ? options_.threads : cores);
-  return Status();
+  Result<std::vector<EpochPlan>> plans = plan_epoch(graph_, layers_, options_);
+  if (plans.ok()) {
+    plans_ = std::move(*plans);
+    std::swap(plan_, plans_[0]);
+  }
+  SI_RETURN_IF_ERROR(exchange_.all_ok(identity_, plans.ok() ? open_devices() : plans.status()));
+  return share_parameters(Status());
 }
 
-Status Epochs::open_devices() {
+void Epochs::take(uint32_t batch) {
+  if (layer_pass_ != nullptr && batch == batch_) return;
+  std::swap(plan_, plans_[batch_]);
+  std::swap(plan_, plans_[batch]);
+  batch_ = batch;
   const auto& bounds = plan_.spread.bounds;
   const uint32_t of_server = plan_.spread.ranks_of_server();
   const uint32_t first = options_.ranks.rank / of_server * of_server;
+  trained_.resize(graph_.labels.size());
   for (size_t v = 0; v < graph_.labels.size(); ++v) {
     const bool other = plan_.sample && (v < bounds[first] || v >= bounds[first + of_server]);
-    trained_.push_back(graph_.split[v] == Split::kTrain && !other ? graph_.labels[v] : -1);
+    trained_[v] = graph_.split[v] == Split::kTrain && !other ? graph_.labels[v] : -1;
   }
+  const uint32_t cores = std::max(1u, std::thread::hardware_concurrency());
+  layer_pass_ = std::make_unique<LayerPass>(plan_.sample ? *plan_.sample : graph_.csr, parameters_,
+                                            options_.threads > 0 ? options_.threads : cores);
+}
+
+Status Epochs::open_devices() {
   row_of_.resize(graph_.csr.vertices());
   for (size_t row = 0; row < plan_.vertices.size(); ++row) {
     row_of_[plan_.vertices[row]] = static_cast<uint32_t>(row);
@@ -130,7 +141,12 @@ Status Epochs::open_devices() {
                                 held.empty() ? "no graph network" : held, identity_),
                     "Name other directories for this run.");
     }
-    done_ = record.value("epoch", uint64_t{0});
+    const uint64_t batch = record.value("batch", uint64_t{0});
+    done_ = record.value("epoch", uint64_t{0}) * options_.ranks.batches + batch;
+    if (batch > 0) {
+      current_.loss = record.value("loss", 0.0);
+      current_.counts = record.value("counts", current_.counts);
+    }
   }
   in_memory_.resize(plan_.tables.size());
   halos_.resize(plan_.tables.size());
@@ -323,14 +339,14 @@ Status Epochs::over_parts(size_t step, EpochReport& report, const Compute& compu
   return Status();
 }
 
-Result<EpochReport> Epochs::pass(bool trains) {
+Status Epochs::pass(bool trains, EpochReport& sum) {
   EpochReport report;
-  report.epoch = done_;
   const uint64_t begin_ns = base::now_ns();
   const engine::UpdaterTraffic before = updater_->traffic();
   std::vector<double> block_losses;
-  std::array<uint64_t, 6> counts{};  // right and all of each split
-  const auto scale = static_cast<float>(1.0 / static_cast<double>(graph_.train_count));
+  std::array<uint64_t, 6>& counts = report.counts;
+  const auto scale =
+      static_cast<float>(1.0 / static_cast<double>(std::max<uint64_t>(1, plan_.trained)));
   const auto count_right = [&](const Part& part, const LayerPass::Outcome& outcome) {
     if (part.ring > 0) return;
     block_losses.insert(block_losses.end(), outcome.block_losses.begin(),
@@ -372,16 +388,25 @@ Result<EpochReport> Epochs::pass(bool trains) {
       return hand_on(l, part, layer_pass_->backward(layer, part, gradient, sums_[l], l > 0));
     }));
   }
-  SI_RETURN_IF_ERROR(exchange_.sum_report(block_losses, report, counts));
-  report.loss /= static_cast<double>(graph_.train_count);
-  for (size_t i = 0; i < 3; ++i) {
-    report.accuracy[i] =
-        static_cast<double>(counts[i]) / static_cast<double>(std::max<uint64_t>(1, counts[3 + i]));
-  }
+  SI_RETURN_IF_ERROR(exchange_.sum_report(block_losses, report));
   const engine::UpdaterTraffic moved = updater_->traffic().since(before);
   report.up_bytes = moved.host_link.up_total();
   report.down_bytes = moved.host_link.down_total();
+  report.planned_up_bytes = plan_.up_bytes;
+  report.planned_down_bytes = plan_.down_bytes;
+  report.row_bytes = plan_.row_bytes;
   report.seconds = base::seconds_since(begin_ns);
+  sum.add(report);
+  return Status();
+}
+
+EpochReport Epochs::finished(EpochReport report) const {
+  report.epoch = done();
+  report.loss /= static_cast<double>(graph_.train_count);
+  for (size_t i = 0; i < 3; ++i) {
+    report.accuracy[i] = static_cast<double>(report.counts[i]) /
+                         static_cast<double>(std::max<uint64_t>(1, report.counts[3 + i]));
+  }
   return report;
 }
 
@@ -399,7 +424,7 @@ Status Epochs::update() {
   if (!std::isfinite(summary.norm)) {
     (void)updater_->abort();
     return Status(ErrorCode::kInvalidArgument,
-                  fmt::format("the gradient of epoch {} is not finite", done_ + 1),
+                  fmt::format("the gradient of epoch {} is not finite", done() + 1),
                   "Take a smaller --lr, or scale the features.");
   }
   engine::UpdateOptions options;
@@ -408,20 +433,36 @@ Status Epochs::update() {
       updater_->start_update(options, base::DataType::kF32, [&](uint64_t first) -> void* {
         return first < parameter_count_ ? parameters_.data() + first : nullptr;
       }));
-  SI_RETURN_IF_ERROR(
-      updater_->commit(nlohmann::json{{"run", identity_}, {"epoch", done_ + 1}}.dump()));
+  const uint64_t batches = options_.ranks.batches;
+  nlohmann::json record{{"run", identity_}, {"epoch", (done_ + 1) / batches}};
+  if (const uint64_t batch = (done_ + 1) % batches; batch > 0) {
+    record.update({{"batch", batch}, {"loss", current_.loss}, {"counts", current_.counts}});
+  }
+  SI_RETURN_IF_ERROR(updater_->commit(record.dump()));
   ++done_;
   return Status();
 }
 
 Result<EpochReport> Epochs::train() {
-  SI_ASSIGN_OR_RETURN(EpochReport report, pass(true));
-  const uint64_t begin_ns = base::now_ns();
-  SI_RETURN_IF_ERROR(exchange_.gradients(layers_, sums_));
-  SI_RETURN_IF_ERROR(share_parameters(first_rank() ? update() : Status()));
-  report.epoch = done_;
-  report.seconds += base::seconds_since(begin_ns);
-  return report;
+  const uint32_t batches = options_.ranks.batches;
+  do {
+    take(static_cast<uint32_t>(done_ % batches));
+    SI_RETURN_IF_ERROR(pass(true, current_));
+    const uint64_t begin_ns = base::now_ns();
+    SI_RETURN_IF_ERROR(exchange_.gradients(layers_, sums_));
+    SI_RETURN_IF_ERROR(share_parameters(first_rank() ? update() : Status()));
+    current_.seconds += base::seconds_since(begin_ns);
+  } while (done_ % batches != 0);
+  return finished(std::exchange(current_, {}));
+}
+
+Result<EpochReport> Epochs::evaluate() {
+  EpochReport report;
+  for (uint32_t batch = 0; batch < options_.ranks.batches; ++batch) {
+    take(batch);
+    SI_RETURN_IF_ERROR(pass(false, report));
+  }
+  return finished(report);
 }
 
 Status Epochs::write_parameters(const std::string& path) const {

@@ -37,13 +37,14 @@ class Epochs {
   static base::Result<std::unique_ptr<Epochs>> open(const Graph& graph,
                                                     const EpochOptions& options);
   const EpochPlan& plan() const { return plan_; }
-  uint64_t done() const { return done_; }
+  /// Epochs.
+  uint64_t done() const { return done_ / options_.ranks.batches; }
   bool fresh() const { return fresh_; }
 
-  /// With the parameters as they are before its update.
+  /// With the parameters as they are before its update, or each batch's.
   base::Result<EpochReport> train();
   /// Without training.
-  base::Result<EpochReport> evaluate() { return pass(false); }
+  base::Result<EpochReport> evaluate();
   /// The parameters, as a safetensors file, which rank 0 writes.
   base::Status write_parameters(const std::string& path) const;
 
@@ -61,7 +62,11 @@ class Epochs {
   base::Status open_devices();
   base::Result<std::vector<float>> first_parameters() const;
   base::Status put_features();
-  base::Result<EpochReport> pass(bool trains);
+  /// Goes over to a batch.
+  void take(uint32_t batch);
+  /// Adds a batch, or all.
+  base::Status pass(bool trains, EpochReport& report);
+  EpochReport finished(EpochReport report) const;
   base::Status update();
 
   /// Some rows of features come from other ranks in each epoch.
@@ -92,7 +97,9 @@ class Epochs {
   const EpochOptions options_;
   const std::vector<Layer> layers_;
   std::string identity_;
-  EpochPlan plan_;
+  EpochPlan plan_;                // of the batch
+  std::vector<EpochPlan> plans_;  // of the others
+  uint32_t batch_ = 0;
   std::vector<uint32_t> row_of_;               // [vertices]: of this rank's tables
   std::vector<std::vector<float>> in_memory_;  // by table
   std::vector<std::vector<float>> halos_;      // by table, [EpochPlan::shared]
@@ -103,7 +110,8 @@ class Epochs {
   std::vector<float> parameters_;
   std::vector<BlockSums> sums_;  // by layer
   std::unique_ptr<LayerPass> layer_pass_;
-  uint64_t done_ = 0;
+  uint64_t done_ = 0;    // batches of all epochs
+  EpochReport current_;  // rank 0: what an epoch's batches have found that are done
   bool fresh_ = false;
   std::vector<Results> results_;      // of the part that was computed last
   std::array<Gathered, 2> gathered_;  // for a part and the next one

@@ -217,6 +217,58 @@ class Gnn(unittest.TestCase):
         numpy.testing.assert_allclose([row["loss"] for row in rows], [row["loss"] for row in whole], rtol=1e-5)
         self.assertNotEqual(whole[0]["loss"], again[0]["loss"])
 
+    BATCHES = ("--sample", 2, "--fanout", 1500, "--batches", 3)  # of all neighbours
+
+    def test_batches_are_parts_of_the_epoch(self):
+        still = ("--lr", 0)
+        (whole,) = self.train(self.devices(), 1, *still)
+        (rows,) = self.train(self.devices(), 1, *still, *self.BATCHES)
+        for name in ("train", "validation", "test"):
+            self.assertEqual(rows[name], whole[name])
+        self.assertAlmostEqual(rows["loss"], whole["loss"], delta=1e-6)
+        # With three updates an epoch, whatever it is computed in.
+        whole = self.train(self.devices(), 5)
+        rows = self.train(devices := self.devices(), 5, *self.BATCHES)
+        self.assertLess(rows[-1]["loss"], whole[-1]["loss"])
+        self.assertEqual(json.loads(run(*self.words("eval", devices, *self.BATCHES)))["epoch"], 5)
+        again = self.train(self.devices(2), 5, *self.BATCHES, "--parts", 2, "--keep", 0)
+        self.assertEqual([row["loss"] for row in again], [row["loss"] for row in rows])
+        (plan,) = map(json.loads, run(*self.words("plan", [], *self.BATCHES, "--parts", 2, "--keep", 0)).splitlines())
+        for row in again:
+            self.assertEqual(row["up_bytes"], plan["up_bytes"])
+            self.assertEqual(row["down_bytes"], plan["down_bytes"])
+        for words, said in ((("--batches", 3), "3 batches without samples"), ((*self.BATCHES[:-1], 9), "which has 8 blocks")):
+            self.assertIn(said, run(*self.words("plan", [], *words), fails=True))
+
+    def test_kills_between_batches_lose_nothing(self):
+        epochs, flags = 20, (*self.BATCHES, "--keep", 0)
+        whole = {row["epoch"]: row for row in self.train(self.devices(), epochs, *flags)}
+        draw, devices, seen = random.Random(6), self.devices(), {}
+        for _ in range(int(os.environ.get("SMARTINF_TEST_KILLS", 4))):
+            words = list(map(str, [COMMAND, *self.words("train", devices, "--epochs", epochs, *flags)]))
+            with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
+                process.stdout.readline()
+                time.sleep(draw.uniform(0, 0.1))
+                process.kill()
+        for row in self.train(devices, epochs, *flags):
+            seen[row["epoch"]] = row
+        self.assertIn(epochs, seen)
+        for epoch, row in seen.items():
+            for name in ("loss", "train", "validation", "test"):
+                self.assertEqual(row[name], whole[epoch][name])
+
+    @unittest.skipUnless(WITH_RANKS, "built without torch")
+    def test_ranks_compute_batches_together(self):
+        for servers, ways in ((1, (2,)), (2, (2, 4))):
+            flags = (*self.BATCHES[:-1], 2, "--servers", servers)
+            losses = [] if servers > 1 else [[row["loss"] for row in self.train(self.devices(), 3, *flags)]]
+            for ranks in ways:
+                rows = self.train_ranks(ranks, self.devices(), 3, *flags, *(("--keep", 0) if ranks == 4 else ()))
+                self.assertEqual(rows[0]["between_bytes"], 0)
+                self.assertEqual(rows[0]["within_bytes"] > 0, ranks > servers)
+                losses.append([row["loss"] for row in rows])
+            self.assertEqual(losses[0], losses[1])
+
     @unittest.skipUnless(WITH_RANKS, "built without torch")
     def test_killed_ranks_lose_nothing(self):
         kills, flags = int(os.environ.get("SMARTINF_TEST_KILLS", 2)), ("--servers", 2, "--preload", 2, "--keep", 0)

@@ -1,5 +1,6 @@
 // smartinf-gnn: graph networks over all vertices of a graph whose features and activations are
 // tables of rows on devices.
+#include <algorithm>
 #include <csignal>
 #include <cstdio>
 #include <optional>
@@ -130,9 +131,21 @@ Status plan(Flags& flags) {
   SI_RETURN_IF_ERROR(settle_ranks(flags, graph, costs, rates));
   const std::vector<Layer> layers =
       layers_of(flags.epochs.model, graph.feature_count, graph.classes);
-  SI_ASSIGN_OR_RETURN(const EpochPlan made, plan_epoch(graph, layers, flags.epochs));
+  SI_ASSIGN_OR_RETURN(std::vector<EpochPlan> batches, plan_epoch(graph, layers, flags.epochs));
+  EpochPlan& made = batches[0];
   uint64_t halo = 0;
-  for (const Part& part : made.parts) halo += part.halo.size();
+  size_t parts = 0;
+  for (const EpochPlan& batch : batches) {
+    parts += batch.parts.size();
+    for (const Part& part : batch.parts) halo += part.halo.size();
+    made.part_bytes = std::max(made.part_bytes, batch.part_bytes);
+    for (uint64_t EpochPlan::*const sum :
+         {&EpochPlan::rows_gathered, &EpochPlan::rows_put, &EpochPlan::up_bytes,
+          &EpochPlan::down_bytes, &EpochPlan::row_bytes, &EpochPlan::within_bytes,
+          &EpochPlan::between_bytes}) {
+      if (&batch != &made) made.*sum += batch.*sum;
+    }
+  }
   uint64_t room = 0;
   ordered_json tables = ordered_json::array();
   for (const EpochPlan::Table& table : made.tables) {
@@ -161,7 +174,7 @@ Status plan(Flags& flags) {
                        {"seconds", graph::predicted_seconds(cost, rates)}});
   }
   if (flags.json) {
-    fmt::print("{}\n", ordered_json{{"parts", made.parts.size()},
+    fmt::print("{}\n", ordered_json{{"parts", parts},
                                     {"halo_rows", halo},
                                     {"part_bytes", made.part_bytes},
                                     {"tables", tables},
@@ -182,10 +195,9 @@ Status plan(Flags& flags) {
       "{} parts, of at most {} in memory, with {:.2f} rows of neighbours for each of their own\n"
       "an epoch gathers {} rows and puts {}: {} up and {} down the devices' links\n"
       "the devices need {} for tables\n",
-      made.parts.size(), base::format_bytes(made.part_bytes),
-      static_cast<double>(halo) / graph.csr.vertices(), made.rows_gathered, made.rows_put,
-      base::format_bytes(made.up_bytes), base::format_bytes(made.down_bytes),
-      base::format_bytes(room));
+      parts, base::format_bytes(made.part_bytes), static_cast<double>(halo) / graph.csr.vertices(),
+      made.rows_gathered, made.rows_put, base::format_bytes(made.up_bytes),
+      base::format_bytes(made.down_bytes), base::format_bytes(room));
   if (flags.epochs.ranks.ranks == 1) return Status();
   fmt::print("that is of rank 0, which sends {} to ranks of its server and {} to others\n",
              base::format_bytes(made.within_bytes), base::format_bytes(made.between_bytes));
@@ -215,11 +227,11 @@ void print(const Flags& flags, const EpochPlan& plan, const EpochReport& report)
                                     {"parts", plan.parts.size()},
                                     {"up_bytes", report.up_bytes},
                                     {"down_bytes", report.down_bytes},
-                                    {"planned_up_bytes", plan.up_bytes},
-                                    {"planned_down_bytes", plan.down_bytes},
+                                    {"planned_up_bytes", report.planned_up_bytes},
+                                    {"planned_down_bytes", report.planned_down_bytes},
                                     {"compute_s", report.compute_seconds},
                                     {"rows_s", report.row_seconds},
-                                    {"row_bytes", plan.row_bytes},
+                                    {"row_bytes", report.row_bytes},
                                     {"exchange_s", report.exchange_seconds},
                                     {"within_bytes", report.within_bytes},
                                     {"between_bytes", report.between_bytes},
@@ -327,6 +339,10 @@ void add_epoch_flags(CLI::App& app, Flags& flags, bool devices) {
       ->excludes(preload);
   app.add_option("--fanout", flags.sampling.fanout,
                  "Neighbours that a vertex of a sample brings in")
+      ->capture_default_str();
+  app.add_option("--batches", epochs.ranks.batches,
+                 "With --sample: of a server in an epoch, each with an update")
+      ->check(CLI::Range(1, 1 << 20))
       ->capture_default_str();
   app.add_option("--alone", flags.alone_s,
                  "Seconds of computing an epoch in one process with a rank's threads: compute_s of "

@@ -20,6 +20,23 @@ constexpr uint64_t kExchangeBytes = 8 << 20;  // that a rank sends at once, and 
 
 }  // namespace
 
+void EpochReport::add(const EpochReport& batch) {
+  loss += batch.loss;
+  for (size_t i = 0; i < counts.size(); ++i) counts[i] += batch.counts[i];
+  for (double EpochReport::*const sum :
+       {&EpochReport::seconds, &EpochReport::compute_seconds, &EpochReport::row_seconds,
+        &EpochReport::exchange_seconds}) {
+    this->*sum += batch.*sum;
+  }
+  for (uint64_t EpochReport::*const sum :
+       {&EpochReport::up_bytes, &EpochReport::down_bytes, &EpochReport::planned_up_bytes,
+        &EpochReport::planned_down_bytes, &EpochReport::row_bytes, &EpochReport::within_bytes,
+        &EpochReport::between_bytes, &EpochReport::planned_within_bytes,
+        &EpochReport::planned_between_bytes}) {
+    this->*sum += batch.*sum;
+  }
+}
+
 Status RankExchange::all_ok(const std::string& what, const Status& mine) {
   if (alone()) return mine;
   return engine::all_ok(*ranks_.collectives, engine::Channel::kControl, what, mine);
@@ -70,8 +87,8 @@ Status RankExchange::rows(size_t step, const Read& read, const Write& write, Epo
   return Status();
 }
 
-Status RankExchange::sum_report(std::span<const double> block_losses, EpochReport& report,
-                                std::array<uint64_t, 6>& counts) {
+Status RankExchange::sum_report(std::span<const double> block_losses, EpochReport& report) {
+  std::array<uint64_t, 6>& counts = report.counts;
   report.planned_within_bytes = plan_.within_bytes;
   report.planned_between_bytes = plan_.between_bytes;
   const std::array<uint64_t*, 10> summed{&counts[0],

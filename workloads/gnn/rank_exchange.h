@@ -18,13 +18,17 @@ struct EpochReport {
   uint64_t epoch = 0;                // from 1; 0: before the first
   double loss = 0;                   // mean over the vertices that are trained with
   std::array<double, 3> accuracy{};  // of training, validation and test
+  std::array<uint64_t, 6> counts{};  // of vertices: right and all of each of these
   double seconds = 0;
-  uint64_t up_bytes = 0, down_bytes = 0;         // counted by this rank's devices, as planned above
+  uint64_t up_bytes = 0, down_bytes = 0;  // counted by this rank's devices, as planned above
+  uint64_t planned_up_bytes = 0, planned_down_bytes = 0, row_bytes = 0;
   double compute_seconds = 0;                    // of parts
   double row_seconds = 0;                        // that rows were waited for, and put
   double exchange_seconds = 0;                   // of this rank, with waiting for others
   uint64_t within_bytes = 0, between_bytes = 0;  // of all ranks
   uint64_t planned_within_bytes = 0, planned_between_bytes = 0;
+
+  void add(const EpochReport& batch);
 };
 
 /// Rank 0 has the parameters. Servers' first ranks speak for their servers. Without collectives all
@@ -45,9 +49,8 @@ class RankExchange {
                                            std::span<const float> values)>;
   /// Rows that ranks lack for a step.
   base::Status rows(size_t step, const Read& read, const Write& write, EpochReport& report);
-  /// Sums up what all ranks have found.
-  base::Status sum_report(std::span<const double> block_losses, EpochReport& report,
-                          std::array<uint64_t, 6>& counts);
+  /// Sums up what all ranks have found; the loss is a sum as well.
+  base::Status sum_report(std::span<const double> block_losses, EpochReport& report);
   /// Rank 0 gets all ranks' sums of each layer, those of a server from its leader. Servers' samples
   /// are summed server by server.
   base::Status gradients(std::span<const Layer> layers, std::span<BlockSums> sums);

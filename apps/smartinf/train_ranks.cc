@@ -15,6 +15,7 @@
 
 #include "smartinf/base/log.h"
 #include "smartinf/base/units.h"
+#include "smartinf/compress/density.h"
 #include "smartinf/sim/cluster_plan.h"
 #include "smartinf/train/model_source.h"
 #include "smartinf/train/product_rate.h"
@@ -127,14 +128,15 @@ struct Chosen {
   uint32_t pipeline = 1;
   std::string split;              // empty: stages of equal computing
   std::vector<uint32_t> exposed;  // gradients, of each stage and a folded head
+  uint32_t compressed_stages = 0;
 
   std::string to_text() const {
-    return fmt::format("{}|{}|{}", pipeline, split, fmt::join(exposed, " "));
+    return fmt::format("{} {}|{}|{}", pipeline, compressed_stages, split, fmt::join(exposed, " "));
   }
   static Chosen from_text(const std::string& text) {
     std::istringstream in(text);
     Chosen chosen;
-    in >> chosen.pipeline;
+    in >> chosen.pipeline >> chosen.compressed_stages;
     in.ignore();
     std::getline(in, chosen.split, '|');
     chosen.exposed.assign(std::istream_iterator<uint32_t>(in), {});
@@ -183,6 +185,11 @@ Result<Chosen> best_stages(const config::LoadedRecipe& loaded, uint32_t world, s
     request.short_activation =
         share_of(compression, options, model.hidden, request.options.value_bytes);
   }
+  const compress::CompressOptions& compress = loaded.recipe.updater.compress;
+  if (compress.on()) {
+    request.compressed_gradient_bytes = compress::bytes_per_element(compress);
+    if (compress.stages != compress::kChosenStages) request.compressed_stages = compress.stages;
+  }
   SI_ASSIGN_OR_RETURN(const sim::ClusterPlan plan, sim::plan_cluster(model, cluster, request));
   if (plan.best.empty()) {
     return Status(base::ErrorCode::kOutOfMemory,
@@ -194,7 +201,10 @@ Result<Chosen> best_stages(const config::LoadedRecipe& loaded, uint32_t world, s
   note =
       fmt::format("stages, by {}: {}; a step is to take {}, bound by {}", options.ranks.cluster,
                   sim::option_text(plan, best), base::format_seconds(best.step_s), best.bound_by);
-  Chosen chosen{best.pipeline, best.uneven ? sim::split_text(plan, best) : std::string(), {}};
+  Chosen chosen{best.pipeline,
+                best.uneven ? sim::split_text(plan, best) : std::string(),
+                {},
+                best.compressed_stages};
   for (const uint64_t last : best.exposed) chosen.exposed.push_back(static_cast<uint32_t>(last));
   if (!exposed || best.exposed.empty()) return chosen;
   note += fmt::format("; exposed gradients of a step, of each stage: {}",
@@ -210,9 +220,12 @@ Result<Chosen> best_stages(const config::LoadedRecipe& loaded, uint32_t world, s
 Status settle_stages(config::LoadedRecipe& loaded, const train::Ranks& ranks, std::string& note) {
   train::RankOptions& options = loaded.recipe.options.ranks;
   const bool divides = options.pipeline > 1 && options.split.empty() && options.chunks < 2;
-  const bool asks = options.pipeline == 0 || divides || asks_for_exposed(options.compression);
+  compress::CompressOptions& compress = loaded.recipe.updater.compress;
+  const bool compresses = compress.on() && compress.stages == compress::kChosenStages;
+  const bool asks =
+      options.pipeline == 0 || divides || compresses || asks_for_exposed(options.compression);
   if (options.cluster.empty() || !asks) return {};
-  Chosen chosen{std::max(1u, options.pipeline), {}, {}};
+  Chosen chosen{std::max(1u, options.pipeline), {}, {}, 0};
   if (!ranks.alone()) {
     Status status;
     if (ranks.first()) {
@@ -227,6 +240,7 @@ Status settle_stages(config::LoadedRecipe& loaded, const train::Ranks& ranks, st
   options.pipeline = chosen.pipeline;
   if (options.split.empty() && options.chunks < 2) options.split = chosen.split;
   options.compression.exposed = chosen.exposed;
+  if (compresses) compress.stages = chosen.compressed_stages;
   return {};
 }
 

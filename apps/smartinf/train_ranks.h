@@ -17,10 +17,10 @@ namespace smartinf::apps {
 base::Result<train::Ranks> meet_ranks(config::LoadedRecipe& loaded, Interrupt& interrupt);
 
 /// ranks.pipeline = "auto" becomes what smartinf plan finds for the boxes of ranks.cluster, and
-/// compress.pipeline_when = "exposed" the gradients that it says; an empty ranks.split becomes its
-/// division where that is not of equal computing. With one process there is one stage. note:
-/// what to say of it. Called by all ranks. Errors: the plan's; kInvalidArgument for another number
-/// of ranks than the boxes have.
+/// compress.pipeline_when = "exposed" and compress.stages = "auto" the gradients that it says; an
+/// empty ranks.split becomes its division where that is not of equal computing. With one process
+/// there is one stage. note: what to say of it. Called by all ranks. Errors: the plan's;
+/// kInvalidArgument for another number of ranks than the boxes have.
 base::Status settle_stages(config::LoadedRecipe& loaded, const train::Ranks& ranks,
                            std::string& note);
 

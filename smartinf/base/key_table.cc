@@ -155,7 +155,8 @@ std::string expected(const Field& field) {
                                                        : "a size like \"512MiB\"";
                  },
                  [](const NumberOrWord& number) {
-                   return fmt::format("{}, or \"{}\"", number.noun, number.word);
+                   return fmt::format("{}, or \"{}\"{}", number.noun, number.word,
+                                      number.other.empty() ? "" : " or " + quote(number.other));
                  },
                  [](const NameOf& name) {
                    return fmt::format("one of \"{}\"", fmt::join(name.names, "\", \""));
@@ -184,8 +185,10 @@ std::string format_value(const Field& field) {
                  },
                  [](ByteCount bytes) { return format_exact_bytes(*bytes.value); },
                  [](const NumberOrWord& number) {
-                   return *number.value == number.value_of_word ? quote(number.word)
-                                                                : fmt::format("{}", *number.value);
+                   if (*number.value == number.value_of_word) return quote(number.word);
+                   return !number.other.empty() && *number.value == number.value_of_other
+                              ? quote(number.other)
+                              : fmt::format("{}", *number.value);
                  },
                  [](const NameOf& name) { return quote(name.names[*name.value]); },
                  [](const Number& number) {
@@ -239,8 +242,9 @@ Status set_from_text(const Field& field, std::string_view text) {
                    return Status();
                  },
                  [&](const NumberOrWord& out) {
-                   if (text != out.word) return set_whole(field, out.value, text);
-                   *out.value = out.value_of_word;
+                   const bool other = !out.other.empty() && text == out.other;
+                   if (text != out.word && !other) return set_whole(field, out.value, text);
+                   *out.value = other ? out.value_of_other : out.value_of_word;
                    return Status();
                  },
                  [&](const NameOf& out) {

@@ -33,12 +33,14 @@ NameOf by_name(E& value, std::span<const std::string_view> names = enum_names(E{
   return {reinterpret_cast<uint8_t*>(&value), names};
 }
 
-/// A whole number of which one value is written as a word.
+/// A whole number of which one value or two are written as words.
 struct NumberOrWord {
   uint32_t* value;
   uint32_t value_of_word;
   std::string_view word;
   std::string_view noun;  // "the number of a rank"
+  uint32_t value_of_other = 0;
+  std::string_view other = {};  // empty: there is one word
 };
 
 /// A number in bounds. It may be written as a size, "64GB".

@@ -6,6 +6,7 @@
 #include <fmt/format.h>
 
 #include "smartinf/base/check.h"
+#include "smartinf/compress/message.h"
 
 namespace smartinf::compress {
 
@@ -33,6 +34,13 @@ std::string describe_compression(const CompressOptions& options) {
 size_t values_per_block(double density, uint64_t elements) {
   const double values = std::round(density * static_cast<double>(elements));
   return std::clamp<size_t>(static_cast<size_t>(values), 1, elements);
+}
+
+double bytes_per_element(const CompressOptions& options) {
+  constexpr uint64_t kMany = 2 * base::kBlockElements;  // as ranks send them at once
+  const size_t values = values_per_block(options.density, base::kBlockElements);
+  return static_cast<double>(CompressedWriter::bytes_max(kMany, values, options.values, 0)) /
+         static_cast<double>(kMany);
 }
 
 double density_of_step(const CompressOptions& options, uint64_t step) {

@@ -16,6 +16,10 @@ std::string describe_compression(const CompressOptions& options);
 /// Elements that a block of `elements` sends at this density. At least one.
 size_t values_per_block(double density, uint64_t elements);
 
+/// Bytes of a message of signs or numbers, for each of many elements, without factors of the second
+/// moment; at most.
+double bytes_per_element(const CompressOptions& options);
+
 /// The density of a step (from 1): during the warm-up it falls from kWarmupDensity to
 /// options.density by the same factor each step.
 /// Source: Lin et al. 2018 (Deep Gradient Compression), section 3.3.

@@ -48,9 +48,9 @@ base::Result<std::unique_ptr<GradientCompressor>> GradientCompressor::make(
   std::unique_ptr<GradientCompressor> made(
       new GradientCompressor(options, elements, seed, std::move(matrices), std::move(memory)));
   made->gradient_ = reinterpret_cast<base::Bf16*>(made->memory_.data());
+  // It begins at 0, as new memory is. What is never used of either takes none.
   if (planes == 2) {
     made->residual_ = reinterpret_cast<base::Bf16*>(made->memory_.data() + plane_bytes);
-    std::memset(static_cast<void*>(made->residual_), 0, plane_bytes);
   }
   return made;
 }

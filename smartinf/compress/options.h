@@ -7,6 +7,10 @@
 
 namespace smartinf::compress {
 
+/// Values of CompressOptions::stages.
+inline constexpr uint32_t kAllStages = ~uint32_t{0};
+inline constexpr uint32_t kChosenStages = kAllStages - 1;
+
 /// SmartComp: gradients compressed before the host link and expanded on the device. What it costs
 /// and gains is in docs/smartcomp.md.
 struct CompressOptions {
@@ -23,6 +27,9 @@ struct CompressOptions {
   /// each time); 1: a crash loses nothing of it. 0: never.
   uint64_t residual_every = 16;
   uint64_t warmup_steps = 0;  // the density falls from 0.25 to its value
+  /// Of several ranks, which send each other what is compressed: so many stages of a pipeline, from
+  /// the first on, whose replicas do. kChosenStages: whoever knows the links chooses.
+  uint32_t stages = kAllStages;
 
   bool on() const { return density > 0; }
   /// Default of `values`. Without error feedback nothing makes up for what the one magnitude of

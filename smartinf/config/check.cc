@@ -139,6 +139,13 @@ Status check_recipe(const Recipe& recipe) {
                  "is set, but gradients cross the host link only with optimizer.where = \"device\"",
                  "Leave it out, or set optimizer.where = \"device\".");
   }
+  if (compress.on() && compress.stages == compress::kChosenStages &&
+      recipe.options.ranks.cluster.empty()) {
+    return wrong(
+        "compress.stages", "is \"auto\", but ranks.cluster names no file to choose by",
+        "Make one with smartinf calibrate --links, or by hand (docs/cluster.md), or set it "
+        "to \"all\".");
+  }
   SI_RETURN_IF_ERROR(within("remote.reconnect_seconds", updater.remote.reconnect_seconds, 0, 1e6));
   SI_RETURN_IF_ERROR(within("remote.deadline_seconds", updater.remote.deadline_seconds, 1, 1e6));
   SI_RETURN_IF_ERROR(within("remote.restart_seconds", recipe.restart_seconds, 0, 1e6));

@@ -11,6 +11,11 @@ base::NumberOrWord stages_of(uint32_t& stages) {
   return {&stages, 0, "auto", "the number of stages"};
 }
 
+base::NumberOrWord compressed_stages_of(uint32_t& stages) {
+  return {&stages, compress::kAllStages, "all", "the number of stages", compress::kChosenStages,
+          "auto"};
+}
+
 base::NumberOrWord rank_of(uint32_t& rank) {
   return {&rank, engine::kAnyRank, "auto", "the number of a rank"};
 }
@@ -221,6 +226,10 @@ constexpr auto kKeys = std::to_array<Key>({
     SI_KEY("compress.error_feedback", &r.updater.compress.error_feedback,
            "whether the part of a gradient that is not sent (the residual) is kept in host memory "
            "and added to the next gradient; false: it is lost"),
+    SI_KEY("compress.stages", compressed_stages_of(r.updater.compress.stages),
+           "with several ranks (docs/ranks.md): so many stages, from the first on, whose replicas "
+           "send each other compressed gradients; \"auto\": as few as make the step as short as "
+           "any number would, on the links of ranks.cluster"),
     SI_KEY("compress.pipeline", base::by_name(r.options.ranks.compression.form),
            "form of the gradients that go back between stages (docs/pipeline.md): \"none\": whole; "
            "\"lowrank\": a product of two narrow matrices; \"int8\", \"int4\": integers. The "
@@ -313,9 +322,11 @@ constexpr auto kKeys = std::to_array<Key>({
         "stages that the layers are divided into (docs/pipeline.md): each rank has the layers and "
         "the state of one stage, and ranks / stages of them share the micro batches; 1: every "
         "rank computes the whole model; \"auto\": what smartinf plan finds for ranks.cluster"),
-    SI_KEY("ranks.cluster", &r.options.ranks.cluster,
-           "file of the boxes and links by which layers are divided, and ranks.pipeline = \"auto\" "
-           "and compress.pipeline_when = \"exposed\" choose (docs/cluster.md)"),
+    SI_KEY(
+        "ranks.cluster", &r.options.ranks.cluster,
+        "file of the boxes and links by which layers are divided, and ranks.pipeline = \"auto\", "
+        "compress.pipeline_when = \"exposed\" and compress.stages = \"auto\" choose "
+        "(docs/cluster.md)"),
     SI_KEY("ranks.chunks", &r.options.ranks.chunks,
            "parts of each stage's layers, which stages compute by turns: weights of several come "
            "from the devices as far as memory does not suffice; 1: all weights of a stage stay in "

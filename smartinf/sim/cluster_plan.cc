@@ -757,8 +757,39 @@ class ClusterPlanner {
         option.step_s);
   }
 
+  /// Finds of how many stages gradients among replicas are compressed: the fewest with which a step
+  /// is as short as with any number, to 0.5 % of it. step_s: with so many.
+  template <typename StepSeconds>
+  Status choose_compressed(ClusterOption& option, const StepSeconds& step_s) const {
+    constexpr double kNotWorth = 1.005;
+    option.compressed_stages = 0;
+    if (request_.compressed_gradient_bytes == 0 || option.replicas == 1) return {};
+    option.compressed_stages = std::min(option.pipeline, request_.compressed_stages.value_or(0));
+    if (request_.compressed_stages) return {};
+    std::vector<double> seconds;
+    for (uint32_t stages = 0; stages <= option.pipeline; ++stages) {
+      SI_ASSIGN_OR_RETURN(seconds.emplace_back(), step_s(stages));
+    }
+    const double enough_s = kNotWorth * *std::ranges::min_element(seconds);
+    while (seconds[option.compressed_stages] > enough_s) ++option.compressed_stages;
+    return {};
+  }
+
   Status simulate_replicas(ClusterOption& option, const std::vector<uint32_t>& boxes) {
-    const StepOptions options = with_plan(options_of(option), option.ranks.front().need);
+    SI_RETURN_IF_ERROR(choose_compressed(option, [&](uint32_t stages) -> Result<double> {
+      ClusterOption tried = option;
+      tried.compressed_stages = stages;
+      SI_RETURN_IF_ERROR(simulate_replicas_of(tried, boxes));
+      return tried.step_s;
+    }));
+    return simulate_replicas_of(option, boxes);
+  }
+
+  Status simulate_replicas_of(ClusterOption& option, const std::vector<uint32_t>& boxes) {
+    StepOptions options = with_plan(options_of(option), option.ranks.front().need);
+    if (option.compressed_stages > 0) {
+      options.compressed_gradient_bytes = request_.compressed_gradient_bytes;
+    }
     const double rate = exchange_rate(boxes);
     std::map<uint32_t, StepTimes> times;
     for (const uint32_t box : boxes) {
@@ -793,17 +824,28 @@ class ClusterPlanner {
     StepOptions options = options_of(option);
     options.ranks = options.machines = option.replicas;
     const ModelShape model = model_of(option);
-    std::map<std::pair<uint32_t, uint32_t>, StageTimes> known;  // by kind and part
-    for (uint32_t part = 0; part < option.pipeline * option.chunks; ++part) {
-      for (uint32_t replica = 0; replica < option.replicas; ++replica) {
-        const uint32_t rank = load.rank_of(part, replica);
-        const auto [at, fresh] = known.try_emplace({kind_of_[boxes[rank]], part});
-        if (fresh) {
-          SI_ASSIGN_OR_RETURN(at->second, times_of(option, boxes, rank, part, model, options));
+    std::map<std::tuple<uint32_t, uint32_t, bool>, StageTimes> known;  // by kind, part, compressed
+    const auto take_times = [&](uint32_t compressed) -> Status {
+      load.times.clear();
+      for (uint32_t part = 0; part < option.pipeline * option.chunks; ++part) {
+        const bool is = part % option.pipeline < compressed;
+        options.compressed_gradient_bytes = is ? request_.compressed_gradient_bytes : 0;
+        for (uint32_t replica = 0; replica < option.replicas; ++replica) {
+          const uint32_t rank = load.rank_of(part, replica);
+          const auto [at, fresh] = known.try_emplace({kind_of_[boxes[rank]], part, is});
+          if (fresh) {
+            SI_ASSIGN_OR_RETURN(at->second, times_of(option, boxes, rank, part, model, options));
+          }
+          load.times.push_back(at->second);
         }
-        load.times.push_back(at->second);
       }
-    }
+      return {};
+    };
+    SI_RETURN_IF_ERROR(choose_compressed(option, [&](uint32_t stages) -> Result<double> {
+      SI_RETURN_IF_ERROR(take_times(stages));
+      return simulate_pipeline(load, cluster_).step_s;
+    }));
+    SI_RETURN_IF_ERROR(take_times(option.compressed_stages));
     if (short_gradient(option) < 1) {
       option.exposed = load.shorts.last = exposed_gradients(load, cluster_);
     }
@@ -929,6 +971,12 @@ std::string option_text(const ClusterPlan& plan, const ClusterOption& option) {
   }
   text += fmt::format(", {} micro batches of {}, {}", option.accumulation, option.micro_batch,
                       option.recompute ? "activations computed again" : "activations kept");
+  if (option.compressed_stages > 0) {
+    text += option.pipeline == 1
+                ? ", compressed gradients"
+                : fmt::format(", compressed gradients of the first {} stages' replicas",
+                              option.compressed_stages);
+  }
   if (option.form) {
     text += fmt::format(", exposed gradients as {} (it loses something)", option.compression);
   }

@@ -40,6 +40,10 @@ struct ClusterRequest {
   double short_gradient = 1;
   double short_activation = 1;
   std::vector<ShortForm> forms;  // that are tried beside none, of as many gradients as are exposed
+  /// StepOptions::compressed_gradient_bytes of so many stages, from the first on; not given: of as
+  /// few as make the step as short as any number does.
+  double compressed_gradient_bytes = 0;
+  std::optional<uint32_t> compressed_stages;
 };
 
 /// One rank's memory, and its drives.
@@ -75,6 +79,7 @@ struct ClusterOption {
   uint64_t boundary_bytes = 0;    // of a step, of one replica, over each boundary in each direction
   uint64_t back_bytes = 0;        // likewise gradients alone, some of them in a short form; at most
   std::vector<uint64_t> exposed;  // gradients that are compressed: exposed_gradients()
+  uint32_t compressed_stages = 0;  // ClusterRequest::compressed_stages
   uint64_t exchange_bytes = 0;    // of a step, sent by one rank to its replicas
   double cost_per_mtoken = 0;     // 0: no prices given
   double order_gain = 0;          // seconds of the given order over those of the best, less 1

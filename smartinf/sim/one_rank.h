@@ -15,8 +15,10 @@ namespace smartinf::sim {
 struct Exchange {
   uint32_t ranks = 1;
   double share = 1;                // of the parameters: those whose state is on its devices
-  uint64_t gradient_sent = 0;      // bytes of a parameter, of its sums over micro batches
-  uint64_t gradient_received = 0;  // of those of all other ranks
+  double gradient_sent = 0;        // bytes of a parameter, of its sums over micro batches
+  double gradient_received = 0;    // of those of all other ranks
+  uint64_t gradient_kept = 0;      // bytes of a parameter until it is sent
+  double compress_s = 0;           // of a parameter, before it is sent
   double near = 0;                 // share of the other ranks that is on its machine
   double near_bytes_per_s = 0;     // to those, and from them; 0: without limit
   double far_bytes_per_s = 0;      // likewise, to those of other machines

@@ -162,7 +162,7 @@ TEST(OneRank, WhatTheRanksOfTrainDoNotIsRefused) {
   EXPECT_THAT(refused(early, endless(2)), HasSubstr("before all gradients are there"));
   StepOptions compressed = ranks(2, 1, 2);
   compressed.method = Method::kSmartComp;
-  EXPECT_THAT(refused(compressed, endless(2)), HasSubstr("do not compress"));
+  EXPECT_THAT(refused(compressed, endless(2)), HasSubstr("compress what they send each other"));
   Machine alone = endless(2);
   alone.network.bytes_per_s = 0;
   EXPECT_THAT(refused(ranks(2, 2, 2), alone), HasSubstr("no network between them"));

@@ -85,6 +85,9 @@ struct StepOptions {
   uint32_t ranks = 1;
   uint32_t machines = 1;
   uint32_t devices = 0;  // of all machines, where these are not alike; 0: as many on each
+  /// Bytes of a parameter in what a rank sends of its gradients, compressed (compress.density);
+  /// 0: it sends sums.
+  double compressed_gradient_bytes = 0;
   /// Bytes of state that stay in the memory of whoever updates, all devices together; it is written
   /// as ever, but not read from the drives.
   uint64_t state_cache_bytes = 0;

@@ -33,12 +33,19 @@ StepGraph::TaskIndex StepGraph::exchange_gradient(size_t u, TaskIndex left) {
   uint64_t here = 0;
   for (const Owner& owner : owners_) here += local_range(owner, unit.first, unit.count).second;
   const uint64_t elsewhere = unit.count - std::min(unit.count, here);
-  const Stage stage =
-      exchange_stage(elsewhere * exchange_.gradient_sent, here * exchange_.gradient_received);
+  const auto bytes = [](uint64_t elements, double each) {
+    return static_cast<uint64_t>(static_cast<double>(elements) * each);
+  };
+  const Stage stage = exchange_stage(bytes(elsewhere, exchange_.gradient_sent),
+                                     bytes(here, exchange_.gradient_received));
   const TaskIndex before = exchanged_.empty() ? kNone : exchanged_.back().first;
+  if (exchange_.compress_s > 0) {  // by the thread that computes
+    left = task(kComputing, "compress " + unit.name,
+                {computing(exchange_.compress_s * static_cast<double>(unit.count))}, {left});
+  }
   const TaskIndex done =
       task(kExchanging, "exchange gradient " + unit.name, {stage}, {left, before});
-  exchanged_.emplace_back(done, unit.count * exchange_.gradient_sent);
+  exchanged_.emplace_back(done, unit.count * exchange_.gradient_kept);
   return done;
 }
 

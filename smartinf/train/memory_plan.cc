@@ -131,6 +131,7 @@ base::Result<plan::TrainingPlan> plan_run(const model::Architecture& model, cons
     const std::optional<uint64_t> in_flight = engine::known_in_flight_bytes(updater);
     const auto buffers_of = [&](bool streams, bool spills) -> base::Result<Buffers> {
       engine::UpdaterOptions asked = updater;
+      if (world > 1) asked.compress = {};  // devices get dense sums
       asked.stream_weights = streams && !updater.compress.on() && !options.lora.on();
       if (spills) asked.gradient_budget_bytes = 0;
       SI_ASSIGN_OR_RETURN(const plan::MemoryPlan planned,
@@ -172,8 +173,9 @@ base::Result<plan::TrainingPlan> plan_run(const model::Architecture& model, cons
                           "Name a device for each rank, or set it to \"recompute\"");
     }
     if (updater.compress.on()) {  // the step's gradient and the residual, in the host's memory
-      memory.optimizer_bytes += 4 * space.count();
-      input.gradient_bytes = 0;
+      const bool has_stage = pipeline.on() && !options.lora.on();
+      memory.optimizer_bytes += 4 * (has_stage ? memory.model.parameters : space.count());
+      if (world == 1) input.gradient_bytes = 0;
     }
   }
   input.activations = options.memory.activations;

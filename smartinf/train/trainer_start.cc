@@ -361,6 +361,18 @@ Status TorchTrainer::start(const Job& job, const RunStart& run_start) {
   ring_ = job.updater.ring;
   if (job.updater.compress.on()) {
     compression_ = compress::describe_compression(job.updater.compress);
+    const uint32_t stages = pipeline_.on() ? pipeline_.stages.count() : 1;
+    const uint32_t compressed = std::min(stages, job.updater.compress.stages);
+    if (!ranks_.alone()) {
+      compression_ =
+          compressed == 0
+              ? "dense, because compressing them is not worth it (compress.stages)"
+              : fmt::format("{}to each other replicas send {}",
+                            compressed < stages
+                                ? fmt::format("of the first {} of {} stages ", compressed, stages)
+                                : "",
+                            compression_);
+    }
   }
 
   SI_RETURN_IF_ERROR(open_frozen_weights(job));

@@ -1,6 +1,7 @@
 #include "smartinf/engine/ranks/gradient_exchange.h"
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 
 #include <fmt/format.h>
@@ -35,13 +36,16 @@ std::vector<uint32_t> measuring_ranks(const GradientTracker& tracker,
 
 GradientExchange::GradientExchange(std::shared_ptr<Collectives> ranks, DeviceUpdater& updater,
                                    const std::vector<uint32_t>& rank_of,
-                                   base::TrafficCounter& traffic)
+                                   base::TrafficCounter& traffic, CompressedSums* compressed,
+                                   uint32_t compressed_stages)
     : ranks_(std::move(ranks)),
       updater_(updater),
       layout_(updater.devices(), rank_of),
       bucket_bytes_(plan::rank_bucket_bytes(updater.space().count())),
       measured_by_(measuring_ranks(updater.gradient_tracker(), layout_)),
       traffic_(traffic),
+      compressed_(compressed),
+      compressed_stages_(compressed_stages),
       formats_(ranks_->world()),
       open_received_(ranks_->world(), 0),
       stacks_(updater.team().size()),
@@ -82,7 +86,7 @@ void GradientExchange::put(std::span<const Piece> pieces, uint64_t first, const 
     }
     const std::optional<uint32_t> rank = only_rank(piece, format);
     if (!rank) add({piece, &format, std::move(nodes), {}});
-    if (rank == ranks_->rank()) home.push_back({piece, &format, std::move(nodes)});
+    if (rank == ranks_->rank()) home.push_back({piece, &format, std::move(nodes), {}});
   }
   keep_values();
   put_home(home);
@@ -119,7 +123,40 @@ void GradientExchange::add(Segment segment) {
   if (full && !open_.empty()) close_bucket();
   open_sent_ += sent;
   for (size_t rank = 0; rank < received.size(); ++rank) open_received_[rank] += received[rank];
+  if (compresses(segment.piece, *segment.format)) compress(segment);
   open_.push_back(std::move(segment));
+}
+
+bool GradientExchange::compresses(const Piece& piece, const SumFormat& format) const {
+  return compressed_ != nullptr && format.replicated && format.last_stage < compressed_stages_ &&
+         compressed_->pays(piece.count);
+}
+
+uint64_t GradientExchange::part_bytes(uint32_t rank, const Piece& piece, const SumFormat& format,
+                                      uint64_t count) const {
+  if (!compresses(piece, format)) return format.part_bytes(rank, count);
+  return format.bytes[rank] == 0 ? 0 : compressed_->bytes(piece.count);
+}
+
+void GradientExchange::compress(Segment& segment) {
+  const Piece& piece = segment.piece;
+  segment.kept_at = kept_.size();
+  if (segment.nodes.empty()) return;
+  sum_.assign(piece.count, 0.0f);
+  size_t next = 0;
+  for (const SumFormat::Node& node : segment.format->nodes) {
+    if (node.rank != ranks_->rank()) continue;
+    const std::byte* values = segment.nodes[next++];
+    for (uint64_t done = 0; done < piece.count; done += kChunkElements) {
+      std::array<float, kChunkElements> wide;
+      const uint64_t count = std::min(kChunkElements, piece.count - done);
+      kernels::kernels().cast_to_f32(values + done * base::data_type_bytes(node.type), node.type,
+                                     wide.data(), count);
+      for (uint64_t i = 0; i < count; ++i) sum_[done + i] += wide[i];
+    }
+  }
+  kept_.resize(*segment.kept_at + compressed_->bytes(piece.count));
+  compressed_->compress(piece, sum_, kept_.data() + *segment.kept_at);
 }
 
 /// The caller's memory is free after put().
@@ -183,10 +220,13 @@ void GradientExchange::lay_out(Bucket& bucket) {
   for (const Segment& segment : open_) {
     bucket.pieces.emplace_back(segment.piece, segment.format);
     layout_.visit_parts(segment.piece, [&](uint32_t rank, const GradientPart& part) {
-      bucket.send_bytes[rank] += segment.format->part_bytes(here, part.count);
+      const auto bytes = [&](uint32_t from) {
+        return part_bytes(from, segment.piece, *segment.format, part.count);
+      };
+      bucket.send_bytes[rank] += bytes(here);
       if (rank != here) return;
       for (uint32_t from = 0; from < ranks_->world(); ++from) {
-        bucket.receive_bytes[from] += segment.format->part_bytes(from, part.count);
+        bucket.receive_bytes[from] += bytes(from);
       }
     });
   }
@@ -208,6 +248,13 @@ void GradientExchange::fill(Bucket& bucket) {
   at[ranks_->rank()] = bucket.own_at;
   for (const Segment& segment : open_) {
     layout_.visit_parts(segment.piece, [&](uint32_t rank, const GradientPart& part) {
+      if (compresses(segment.piece, *segment.format)) {
+        const uint64_t bytes =
+            part_bytes(ranks_->rank(), segment.piece, *segment.format, part.count);
+        std::copy_n(kept_.data() + *segment.kept_at, bytes, bucket.send.data() + at[rank]);
+        at[rank] += bytes;
+        return;
+      }
       const uint64_t within = part.first - segment.piece.first;
       size_t next = 0;
       size_t kept_at = segment.kept_at.value_or(0);
@@ -304,7 +351,16 @@ std::vector<GradientExchange::Received> GradientExchange::received_in(const Buck
   for (const auto& [piece, format] : bucket.pieces) {
     layout_.visit_parts(piece, [&, format = format](uint32_t rank, const GradientPart& part) {
       if (rank != here) return;
-      Received& received = parts.emplace_back(Received{part, format, {}});
+      Received& received = parts.emplace_back(Received{part, format, {}, {}});
+      if (compresses(piece, *format)) {
+        received.compressed = piece;
+        for (uint32_t from = 0; from < ranks_->world(); ++from) {
+          const uint64_t bytes = part_bytes(from, piece, *format, part.count);
+          if (bytes > 0) received.nodes.push_back(at[from]);
+          at[from] += bytes;
+        }
+        return;
+      }
       for (const SumFormat::Node& node : format->nodes) {
         received.nodes.push_back(at[node.rank]);
         at[node.rank] += SumFormat::array_bytes(node.type, part.count);
@@ -335,13 +391,29 @@ Status GradientExchange::submit_all(std::span<const Received> parts) {
 /// Parts that follow each other.
 Status GradientExchange::submit(std::span<const Received> run) {
   const uint64_t first = run.front().part.first;
+  std::vector<Status> added(run.size());
   updater_.team().run(run.size(), [&](uint32_t worker, size_t index) {
     const Received& received = run[index];
-    add_up(received, sums_.data() + (received.part.first - first), stacks_[worker]);
+    float* out = sums_.data() + (received.part.first - first);
+    if (received.compressed) added[index] = add_messages(received, out, stacks_[worker]);
+    if (!received.compressed) add_up(received, out, stacks_[worker]);
   });
+  for (const Status& one : added) SI_RETURN_IF_ERROR(one);
   std::vector<GradientPart> parts;
   for (const Received& received : run) parts.push_back(received.part);
   return updater_.put_pieces(parts, first, sums_.data(), base::DataType::kF32);
+}
+
+/// In the order of the ranks.
+Status GradientExchange::add_messages(const Received& received, float* out,
+                                      std::vector<float>& scratch) const {
+  const std::span<float> sums(out, received.part.count);
+  std::ranges::fill(sums, 0.0f);
+  const uint64_t from = received.part.first - received.compressed->first;
+  for (const std::byte* message : received.nodes) {
+    SI_RETURN_IF_ERROR(compressed_->add(*received.compressed, message, from, sums, scratch));
+  }
+  return Status();
 }
 
 /// The lowest sum of the stack is `out` itself.

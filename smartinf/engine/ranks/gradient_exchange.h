@@ -6,6 +6,9 @@
 // thread takes the buckets as they arrive, so that the caller goes on with its backward. What one
 // rank alone has summed for devices of its own goes to them at once, and nobody waits for that.
 //
+// Replicas may send their sums compressed (compressed_sums.h): a message of each piece in the place
+// of the sums, and what all of them say is added up in the order of the ranks.
+//
 // The norm is measured piece by piece (gradient_tracker.h). A piece that reaches over subgroups of
 // several ranks goes whole to the rank of its first element, which measures it, and its parts go to
 // the others as well.
@@ -27,6 +30,7 @@
 #include "smartinf/base/worker.h"
 #include "smartinf/engine/device_updater.h"
 #include "smartinf/engine/ranks/collectives.h"
+#include "smartinf/engine/ranks/compressed_sums.h"
 #include "smartinf/engine/ranks/gradient_layout.h"
 #include "smartinf/engine/updater.h"
 #include "smartinf/plan/rank_share.h"
@@ -36,9 +40,11 @@ namespace smartinf::engine {
 /// Threads: one caller. A step: put ..., then finish() or drop().
 class GradientExchange {
  public:
-  /// updater: of this rank. rank_of: of each subgroup. All that is referred to outlives this.
+  /// updater: of this rank. rank_of: of each subgroup. compressed: what replicas of the first
+  /// `compressed_stages` send; null: nothing is compressed. All that is referred to outlives this.
   GradientExchange(std::shared_ptr<Collectives> ranks, DeviceUpdater& updater,
-                   const std::vector<uint32_t>& rank_of, base::TrafficCounter& traffic);
+                   const std::vector<uint32_t>& rank_of, base::TrafficCounter& traffic,
+                   CompressedSums* compressed, uint32_t compressed_stages);
   /// Waits for what is under way.
   ~GradientExchange() = default;
   GradientExchange(const GradientExchange&) = delete;
@@ -65,13 +71,14 @@ class GradientExchange {
     GradientTracker::Piece piece;
     const SumFormat* format = nullptr;
     std::vector<const std::byte*> nodes;  // of this rank: the caller's memory
-    std::optional<size_t> kept_at;        // in kept_, all nodes one after another, instead
+    std::optional<size_t> kept_at;        // in kept_, all nodes one after another, or a message
   };
-  /// A part of a piece that this rank has received, of all ranks' nodes.
+  /// A part of a piece that this rank has received, of all ranks' nodes, or their messages.
   struct Received {
     GradientPart part;
     const SumFormat* format = nullptr;
     std::vector<const std::byte*> nodes;
+    std::optional<GradientTracker::Piece> compressed;  // the whole piece, of messages
   };
   struct Bucket {
     std::vector<std::pair<GradientTracker::Piece, const SumFormat*>> pieces;
@@ -85,7 +92,13 @@ class GradientExchange {
   std::optional<uint32_t> only_rank(const GradientTracker::Piece& piece,
                                     const SumFormat& format) const;
   void put_home(std::span<const Received> parts);
+  /// Whether each rank sends its sum of a piece in a message.
+  bool compresses(const GradientTracker::Piece& piece, const SumFormat& format) const;
+  /// Bytes that a rank sends for a part of a piece.
+  uint64_t part_bytes(uint32_t rank, const GradientTracker::Piece& piece, const SumFormat& format,
+                      uint64_t count) const;
   void add(Segment segment);
+  void compress(Segment& segment);
   void keep_values();
   void close_bucket();
   void lay_out(Bucket& bucket);
@@ -99,6 +112,8 @@ class GradientExchange {
   // The thread, and the caller for what stays here.
   base::Status submit_all(std::span<const Received> parts);
   base::Status submit(std::span<const Received> run);
+  base::Status add_messages(const Received& received, float* out,
+                            std::vector<float>& scratch) const;
   void add_up(const Received& received, float* out, std::vector<float>& stack) const;
 
   const std::shared_ptr<Collectives> ranks_;
@@ -107,6 +122,8 @@ class GradientExchange {
   const uint64_t bucket_bytes_;
   const std::vector<uint32_t> measured_by_;  // of each piece of the space
   base::TrafficCounter& traffic_;
+  CompressedSums* const compressed_;
+  const uint32_t compressed_stages_;
   SumFormats formats_;
 
   uint64_t spans_checksum_ = 0;
@@ -114,7 +131,8 @@ class GradientExchange {
   std::vector<Segment> open_;
   std::vector<std::byte> kept_;          // values of it
   std::vector<uint64_t> open_received_;  // bytes that each rank will have received
-  uint64_t open_sent_ = 0;               // bytes of the rank that sends most
+  uint64_t open_sent_ = 0;               // bytes of the rank that sends most, as if all were dense
+  std::vector<float> sum_;               // of a piece that is compressed
 
   std::mutex submitting_;                   // of the devices and what follows
   std::vector<float> sums_;                 // of parts that follow each other

@@ -10,8 +10,10 @@ SumFormat SumFormat::make(uint64_t micro_batches, base::DataType type, uint32_t 
                           std::span<const Holders> trees) {
   SumFormat format;
   format.bytes.assign(world, 0);
+  format.replicated = std::ranges::all_of(trees, [](const Holders& of) { return of.count > 1; });
   for (size_t tree = 0; tree < trees.size(); ++tree) {
     const size_t below = tree > 0 ? 1 : 0;  // the sum of the trees before
+    format.last_stage = std::max(format.last_stage, trees[tree].first / trees[tree].count);
     plan::MicroBatchSum sum(micro_batches);
     for (uint32_t holder = 0; holder < trees[tree].count; ++holder) {
       const uint32_t rank = trees[tree].first + holder;

@@ -56,7 +56,9 @@ std::vector<std::pair<std::string_view, std::string>> descriptions(
                              schedule, checksums)},
           {"memory budgets", pack(memory_budget_bytes, state_cache_bytes, gradient_budget_bytes,
                                   gradient_room, subgroup_elements, spool_bytes, create)},
-          {"tables", pack(tables.size(), table_memory_bytes, table_log_bytes)}};
+          {"tables", pack(tables.size(), table_memory_bytes, table_log_bytes)},
+          {"compression", pack(compress.density, compress.values, compress.error_feedback,
+                               compress.residual_every, compress.warmup_steps, compress.stages)}};
 }
 
 Status check_same(Collectives& ranks, const UpdaterOptions& options,
@@ -80,9 +82,18 @@ Status check_same(Collectives& ranks, const UpdaterOptions& options,
 
 Status check_options(const UpdaterOptions& options, size_t sources) {
   const uint32_t world = options.collectives->world();
-  if (options.compress.on()) {
-    return Status(ErrorCode::kUnsupported, "compressed gradients for a run of several ranks",
-                  "Leave compression out (compress.density = 0), or train with one process.");
+  if (options.compress.residual_on_devices()) {
+    return Status(ErrorCode::kUnsupported,
+                  fmt::format("compress.residual_every is {}, but the residuals of several ranks "
+                              "are not stored",
+                              options.compress.residual_every),
+                  "Set it to 0: the residual then begins at 0 whenever the run is started.");
+  }
+  if (options.compress.on() && !options.stages.empty() && options.stages.front().ranks == 1) {
+    return Status(ErrorCode::kUnsupported,
+                  "compressed gradients where each stage is one rank's, which has nobody to send "
+                  "them to",
+                  "Leave compression out (compress.density = 0), or start more ranks than stages.");
   }
   if (options.peers != nullptr || options.recover_to) {
     return Status(ErrorCode::kUnsupported, "ranks that share a run, and have runs of their own",
@@ -116,13 +127,34 @@ Result<DeviceSources> agree(const UpdaterOptions& options, const plan::Parameter
   return share_sources(std::move(sources), rank_of_device, ranks);
 }
 
+/// What is compressed is what ranks send each other; devices get dense sums.
+UpdaterOptions of_devices(UpdaterOptions options) {
+  options.compress = {};
+  return options;
+}
+
+/// Null: nothing is compressed.
+Result<std::unique_ptr<CompressedSums>> make_compressed(const UpdaterOptions& options,
+                                                        DeviceUpdater& here) {
+  if (!options.compress.on() || options.compress.stages == 0)
+    return std::unique_ptr<CompressedSums>();
+  if (here.committed_step() > 0 && options.compress.error_feedback &&
+      options.collectives->rank() == 0) {
+    base::log(base::LogLevel::kWarning,
+              fmt::format("the residual of step {} is not on the devices; training continues "
+                          "without it",
+                          here.committed_step()));
+  }
+  return CompressedSums::make(options.compress, options.seed, here.gradient_tracker().all_pieces());
+}
+
 }  // namespace
 
 Status RanksUpdater::check_new_run(const UpdaterOptions& options, const plan::ParameterSpace& space,
                                    DeviceSources sources, const storage::RunId& old) {
   SI_ASSIGN_OR_RETURN(sources, agree(options, space, std::move(sources)));
   return all_ok(*options.collectives, Channel::kControl, "open devices",
-                engine::check_new_run(options, space, std::move(sources), old));
+                engine::check_new_run(of_devices(options), space, std::move(sources), old));
 }
 
 Result<std::unique_ptr<Updater>> RanksUpdater::open(const UpdaterOptions& options,
@@ -130,15 +162,23 @@ Result<std::unique_ptr<Updater>> RanksUpdater::open(const UpdaterOptions& option
                                                     DeviceSources sources) {
   const std::shared_ptr<Collectives>& ranks = options.collectives;
   SI_ASSIGN_OR_RETURN(sources, agree(options, space, std::move(sources)));
-  auto set = open_device_set(options, space, sources);
+  auto set = open_device_set(of_devices(options), space, sources);
   SI_RETURN_IF_ERROR(all_ok(*ranks, Channel::kControl, "open devices", set.status()));
-  auto here = DeviceUpdater::make(options, space, std::move(*set));
-  SI_RETURN_IF_ERROR(all_ok(*ranks, Channel::kControl, "open updater", here.status()));
-  return std::unique_ptr<Updater>(new RanksUpdater(options, std::move(*here)));
+  auto here = DeviceUpdater::make(of_devices(options), space, std::move(*set));
+  Result<std::unique_ptr<CompressedSums>> compressed = std::unique_ptr<CompressedSums>();
+  if (here.ok()) compressed = make_compressed(options, **here);
+  const Status opened = here.ok() ? compressed.status() : here.status();
+  SI_RETURN_IF_ERROR(all_ok(*ranks, Channel::kControl, "open updater", opened));
+  return std::unique_ptr<Updater>(
+      new RanksUpdater(options, std::move(*here), std::move(*compressed)));
 }
 
-RanksUpdater::RanksUpdater(const UpdaterOptions& options, std::unique_ptr<DeviceUpdater> here)
-    : options_(options), ranks_(options.collectives), here_(std::move(here)) {
+RanksUpdater::RanksUpdater(const UpdaterOptions& options, std::unique_ptr<DeviceUpdater> here,
+                           std::unique_ptr<CompressedSums> compressed)
+    : options_(options),
+      ranks_(options.collectives),
+      here_(std::move(here)),
+      compressed_(std::move(compressed)) {
   const DeviceSet& set = here_->devices();
   for (const plan::Subgroup& subgroup : set.subgroups) {
     rank_of_.push_back(set.device_of(subgroup.id).info().rank);
@@ -157,7 +197,8 @@ RanksUpdater::RanksUpdater(const UpdaterOptions& options, std::unique_ptr<Device
   }
   weights_.assign(rank_of_.size(), Weights::kNone);
   fetches_.assign(rank_of_.size(), Fetch::kNone);
-  gradient_exchange_ = std::make_unique<GradientExchange>(ranks_, *here_, rank_of_, traffic_);
+  gradient_exchange_ = std::make_unique<GradientExchange>(
+      ranks_, *here_, rank_of_, traffic_, compressed_.get(), options_.compress.stages);
   weight_exchange_ = std::make_unique<WeightExchange>(ranks_, *here_, rank_of_, users_, traffic_);
   if (options_.spool_bytes > 0 && here_->spool() == nullptr) {
     base::log(
@@ -183,6 +224,7 @@ Status RanksUpdater::begin_step() {
   if (status.ok()) status = here_->begin_step();
   SI_RETURN_IF_ERROR(all("begin_step", status));
   gradient_exchange_->drop();
+  if (compressed_ != nullptr) compressed_->begin_step(committed_step() + 1, here_->team());
   gradient_error_ = Status();
   update_started_ = false;
   return Status();
@@ -319,6 +361,10 @@ Status RanksUpdater::start_update(const UpdateOptions& options, base::DataType t
   const std::vector<void*> places = places_of(sink, type, updated);
   const Status started = here_->start_update(options, type, sink_here(places));
   SI_RETURN_IF_ERROR(all_with("start_update", places, started, packed(options, type)));
+  for (const plan::ParameterRange& range : space().ranges()) {
+    if (compressed_ == nullptr || !options.groups[range.group].skip) continue;
+    compressed_->leave(range.first, range.count);
+  }
   update_started_ = true;
   commit_started_ = false;
   update_type_ = type;
@@ -418,6 +464,7 @@ Status RanksUpdater::wait_commit() {
   demand_nothing();
   Status status = here_->wait_commit();
   if (!std::exchange(commit_started_, false)) return status;
+  if (compressed_ != nullptr && status.ok()) compressed_->committed();
   // Memory that the sink pointed to is the caller's again.
   weight_exchange_->wait_for_all(WeightExchange::From::kUpdate);
   update_started_ = false;
@@ -458,6 +505,15 @@ uint64_t RanksUpdater::memory_bytes() const {
   uint64_t bytes = here_->memory_bytes() + plan::rank_bytes(space().count(), subgroup_elements());
   for (const auto& [subgroup, memory] : for_others_) bytes += memory.size();
   return bytes;
+}
+
+uint64_t RanksUpdater::gradient_memory_bytes() const {
+  uint64_t mine = options_.stages.empty() ? space().count() : 0;
+  for (const plan::RankSpan& span : options_.stages) {
+    if (span.has_rank(ranks_->rank())) mine += span.count;
+  }
+  const uint64_t each = sizeof(base::Bf16) * (options_.compress.error_feedback ? 2 : 1);
+  return here_->gradient_memory_bytes() + (compressed_ == nullptr ? 0 : mine * each);
 }
 
 std::vector<std::string> RanksUpdater::describe_devices() const {

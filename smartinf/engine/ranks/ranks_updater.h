@@ -93,7 +93,7 @@ class RanksUpdater final : public Updater {
   std::vector<std::span<std::byte>> scratch_memory() override { return here_->scratch_memory(); }
   uint64_t memory_bytes() const override;
   uint64_t state_cache_bytes() const override { return here_->state_cache_bytes(); }
-  uint64_t gradient_memory_bytes() const override { return here_->gradient_memory_bytes(); }
+  uint64_t gradient_memory_bytes() const override;
   uint32_t slots() const override { return here_->slots(); }
   uint64_t subgroup_elements() const override { return here_->subgroup_elements(); }
   std::vector<std::string> describe_devices() const override;
@@ -116,7 +116,8 @@ class RanksUpdater final : public Updater {
   /// Reads what the devices here have, in ascending order.
   using ReadHere = std::function<base::Status(const WholeState::Visit&)>;
 
-  RanksUpdater(const UpdaterOptions& options, std::unique_ptr<DeviceUpdater> here);
+  RanksUpdater(const UpdaterOptions& options, std::unique_ptr<DeviceUpdater> here,
+               std::unique_ptr<CompressedSums> compressed);
 
   bool is_here(size_t subgroup) const { return rank_of_[subgroup] == ranks_->rank(); }
   /// Whether this rank computes with weights of the subgroup.
@@ -154,6 +155,7 @@ class RanksUpdater final : public Updater {
   const UpdaterOptions options_;
   const std::shared_ptr<Collectives> ranks_;
   std::unique_ptr<DeviceUpdater> here_;
+  const std::unique_ptr<CompressedSums> compressed_;  // null: sums go dense
   std::vector<uint32_t> rank_of_;             // of every subgroup
   std::vector<std::vector<uint32_t>> users_;  // likewise: ranks that compute with its weights
   std::map<size_t, std::vector<std::byte>> for_others_;  // weights of subgroups here

@@ -249,6 +249,64 @@ class TrainRanks(StreamCase):
             self.assertEqual(ranks.wait(60), [2, 2])
             self.assertIn("has 4 ranks, and there are 2", ranks.err(0))
 
+    COMPRESSED = ["--train.accumulation", "4", "--train.micro_batch", "1", "--train.warmup_steps", "1", "--train.lr_floor", "1",
+                  "--model.tied_head", "false", "--compress.density", "0.1", "--compress.residual_every", "0"]
+
+    def test_compressed_gradients_of_replicas_have_the_bits_of_any_schedule_and_stages(self):
+        recipe = self.recipe(steps=5)
+        dense = [*self.COMPRESSED, "--compress.stages", "0"]
+        self.train_with(2, recipe, "dense", *dense, *self.even_devices("dense", 2))
+        told = self.train_with(2, recipe, "late", *self.COMPRESSED, "--optimizer.overlap", "late", *self.even_devices("late", 3))
+        self.assertIn("gradients: to each other replicas send the largest 10 % of the elements as signs", told)
+        self.train_with(2, recipe, "none", *self.COMPRESSED, "--optimizer.overlap", "none", "--engine.subgroup_elements",
+                        "131072", *self.even_devices("none", 2))
+        self.check_same_as("none", "late")
+        self.train_with(4, recipe, "stages", *self.COMPRESSED, "--ranks.pipeline", "2", *self.even_devices("stages", 4))
+        self.check_same_as("stages", "late")
+        self.assertNotEqual(self.losses("late"), self.losses("dense"))
+        for (_, here), (_, there) in zip(self.losses("late"), self.losses("dense"), strict=True):
+            self.assertAlmostEqual(here / there, 1, delta=0.4)
+        sent = lambda run: statistics.median(row["ranks_sent_bytes"] for row in self.log(run) if "loss" in row)
+        self.assertLess(sent("none"), 0.5 * sent("dense"))  # weights are half of it at least
+        self.train_with(4, recipe, "first", *self.COMPRESSED, "--ranks.pipeline", "2", "--compress.stages", "1",
+                        *self.even_devices("first", 4))
+        self.assertNotIn(self.losses("first"), (self.losses("late"), self.losses("dense")))
+
+    def test_a_compressed_run_of_ranks_goes_on_without_its_residual_and_says_so(self):
+        recipe = self.recipe(steps=6)
+        lost = "the residual of step 3 is not on the devices; training continues without it"
+        for run in ("a", "b"):
+            devices = self.even_devices(run, 2)
+            self.train_with(2, recipe, run, *self.COMPRESSED, *devices, "--train.steps", "3")
+            with self.ranks(2, recipe, run, *self.COMPRESSED, *devices) as ranks:
+                self.assertEqual(ranks.wait(100), [0, 0], ranks.err(0) + ranks.err(1))
+                self.assertIn(lost, ranks.err(0))
+                self.assertEqual(ranks.err(1), "")
+        self.check_same_as("b", "a")
+        # Without error feedback there is none, and a rank that dies or other stages change no bit.
+        own = [*self.COMPRESSED, "--compress.error_feedback", "false"]
+        self.train_with(2, recipe, "whole", *own, *self.even_devices("whole", 2))
+        devices = self.even_devices("c", 4)
+        with self.ranks(2, recipe, "c", *own, *devices, timeout=TIMEOUT_S) as ranks:
+            ranks.wait_for(0, "\nstep")
+            ranks.processes[1].send_signal(signal.SIGKILL)
+            self.assertEqual(ranks.wait(60, [0]), [1])
+        self.train_with(4, recipe, "c", *own, *devices, "--ranks.pipeline", "2")
+        self.check_same_as("c", "whole")
+
+    def test_links_decide_whether_gradients_of_replicas_are_compressed(self):
+        recipe = self.recipe(steps=2)
+        cluster = self.folder / "cluster.toml"
+        for stages, ranks in ((1, 2), (2, 4)):
+            for rate, says in (("1 Mbit/s", "to each other replicas send the largest"),
+                               ("1000000 Gbit/s", "dense, because compressing them is not worth it")):
+                run = f"{stages}{rate[:2].strip()}"
+                cluster.write_text("".join(f'[[box]]\nname = "box{i}"\nmachine = "workstation-gen4"\nranks = 1\n'
+                                           for i in range(ranks)) + f'[links]\nrate = "{rate}"\n')
+                told = self.train_with(ranks, recipe, run, *self.COMPRESSED, *self.even_devices(run, ranks), "--ranks.pipeline",
+                                       str(stages), "--ranks.cluster", str(cluster), "--compress.stages", "auto")
+                self.assertIn("gradients: " + says, told)
+
     def test_one_process_and_two_stages_add_gradients_in_the_same_order_by_themselves(self):
         recipe = self.recipe(steps=4)
         flags = ["--train.accumulation", "6", "--train.micro_batch", "1", "--model.layers", "3"]
@@ -416,7 +474,12 @@ class TrainRanks(StreamCase):
     def test_what_cannot_be_shared_is_refused_with_what_to_do(self):
         recipe = self.recipe(steps=3)
         for flags, texts in ((["--train.accumulation", "1"], ("train.accumulation is 1, but there are 2 ranks",)),
-                             (["--compress.density", "0.1"], ("compressed gradients",)),
+                             (["--compress.density", "0.1"],
+                              ("compress.residual_every is 16, but the residuals of several ranks are not stored",)),
+                             (["--compress.density", "0.1", "--compress.residual_every", "0", "--ranks.pipeline", "2",
+                               "--model.layers", "2"], ("each stage is one rank's",)),
+                             (["--compress.density", "0.1", "--compress.stages", "auto"],
+                              ("compress.stages is \"auto\", but ranks.cluster names no file",)),
                              (["--optimizer.overlap", "early"], ("optimizer.overlap is \"early\", but",))):
             with self.subTest(flags), self.ranks(2, recipe, "a", *flags) as ranks:
                 self.assertTrue(all(code in (1, 2) for code in ranks.wait(60)))

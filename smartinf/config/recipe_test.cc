@@ -454,6 +454,20 @@ TEST(Recipe, Compression) {
   EXPECT_EQ(values("density = 0.1\n"), compress::ValueEncoding::kSign);
   EXPECT_EQ(values("density = 0.1\nerror_feedback = false\n"), compress::ValueEncoding::kBf16);
   EXPECT_EQ(values("density = 0.1\nvalues = \"bf16\"\n"), compress::ValueEncoding::kBf16);
+  const auto stages = [](const std::string& text) {
+    const LoadedRecipe made =
+        good("[compress]\ndensity = 0.1\n" + text + "[ranks]\ncluster = \"boxes.toml\"\n");
+    EXPECT_THAT(print_recipe(made), HasSubstr(text));
+    return made.recipe.updater.compress.stages;
+  };
+  EXPECT_EQ(stages(""), compress::kAllStages);
+  EXPECT_EQ(stages("stages = \"all\"\n"), compress::kAllStages);
+  EXPECT_EQ(stages("stages = \"auto\"\n"), compress::kChosenStages);
+  EXPECT_EQ(stages("stages = 2\n"), 2u);
+  EXPECT_THAT(bad("[compress]\ndensity = 0.1\nstages = \"some\"\n"),
+              HasSubstr("expected the number of stages, or \"all\" or \"auto\""));
+  EXPECT_THAT(bad("[compress]\ndensity = 0.1\nstages = \"auto\"\n"),
+              HasSubstr("compress.stages is \"auto\", but ranks.cluster names no file"));
   EXPECT_FALSE(good("", {}).recipe.updater.compress.on());
   EXPECT_FALSE(
       good("[compress]\ndensity = 0.0\nwarmup_steps = 3\n", {}).recipe.updater.compress.on());

@@ -271,6 +271,42 @@ TEST(ClusterPlan, FormsThatLoseAreTriedOnlyWhereTheyAreNamed) {
   }
 }
 
+TEST(ClusterPlan, GradientsOfReplicasAreCompressedWhereThatIsFaster) {
+  const ModelShape model = model_named("llama3-1B");
+  ClusterRequest request;
+  request.micro_batch = 1;
+  request.all_boxes = true;
+  for (const uint32_t stages : {1, 2}) {
+    request.pipeline = stages;
+    const auto step = [&](double gbit_s, double bytes, std::optional<uint32_t> compressed) {
+      ClusterRequest asked = request;
+      asked.compressed_gradient_bytes = bytes;
+      asked.compressed_stages = compressed;
+      const ClusterPlan plan = plan_of(model, boxes_of(2 * stages, gbit_s), 16 * 2048, asked);
+      EXPECT_FALSE(plan.best.empty());
+      return plan.best.front();
+    };
+    for (const double gbit_s : {0.5, 5.0, 400.0}) {
+      SCOPED_TRACE(fmt::format("{} stages, {} Gbit/s", stages, gbit_s));
+      const ClusterOption dense = step(gbit_s, 0, {});
+      EXPECT_EQ(dense.compressed_stages, 0u);
+      const ClusterOption chosen = step(gbit_s, 0.066, {});
+      double best_s = dense.step_s;
+      for (uint32_t some = 0; some <= stages; ++some) {
+        const ClusterOption given = step(gbit_s, 0.066, some);
+        EXPECT_EQ(given.compressed_stages, some);
+        best_s = std::min(best_s, given.step_s);
+      }
+      EXPECT_LE(chosen.step_s, 1.0051 * best_s);
+      EXPECT_EQ(chosen.compressed_stages > 0, gbit_s < 400);
+      if (gbit_s > 1) continue;
+      EXPECT_EQ(chosen.compressed_stages, stages);
+      EXPECT_LT(chosen.step_s, 0.8 * dense.step_s);
+      EXPECT_LT(chosen.exchange_bytes, 0.7 * static_cast<double>(dense.exchange_bytes));
+    }
+  }
+}
+
 TEST(ClusterPlan, WhatCannotBeIsRefused) {
   ClusterRequest request;
   request.tokens_per_step = 1000;

@@ -457,7 +457,7 @@ TEST(Recipe, Compression) {
   const auto stages = [](const std::string& text) {
     const LoadedRecipe made =
         good("[compress]\ndensity = 0.1\n" + text + "[ranks]\ncluster = \"boxes.toml\"\n");
-    EXPECT_THAT(print_recipe(made), HasSubstr(text));
+    EXPECT_THAT(print_recipe(made), HasSubstr(text.substr(0, text.find('\n'))));
     return made.recipe.updater.compress.stages;
   };
   EXPECT_EQ(stages(""), compress::kAllStages);

@@ -272,9 +272,9 @@ TEST(ClusterPlan, FormsThatLoseAreTriedOnlyWhereTheyAreNamed) {
 }
 
 TEST(ClusterPlan, GradientsOfReplicasAreCompressedWhereThatIsFaster) {
-  const ModelShape model = model_named("llama3-1B");
+  ModelShape model = model_named("llama3-1B");
+  model.tied = false;
   ClusterRequest request;
-  request.micro_batch = 1;
   request.all_boxes = true;
   for (const uint32_t stages : {1, 2}) {
     request.pipeline = stages;
@@ -283,7 +283,7 @@ TEST(ClusterPlan, GradientsOfReplicasAreCompressedWhereThatIsFaster) {
       asked.compressed_gradient_bytes = bytes;
       asked.compressed_stages = compressed;
       const ClusterPlan plan = plan_of(model, boxes_of(2 * stages, gbit_s), 16 * 2048, asked);
-      EXPECT_FALSE(plan.best.empty());
+      if (plan.best.empty()) return ADD_FAILURE() << plan.lacks, ClusterOption();
       return plan.best.front();
     };
     for (const double gbit_s : {0.5, 5.0, 400.0}) {

@@ -2,10 +2,10 @@
 """A step of `smartinf train` on two replicas over a slow link: dense gradients beside compressed ones and beside compress.stages =
 "auto", in turn.
 
-    bench/ranks_compressed.py --device DIR --machine FILE [--rates 1e8] [--rounds 2] [--steps 3] [--accumulation 8] [-- FLAGS]
+    bench/ranks_compressed.py --device DIR --machine FILE [--rates 1e8] [--rounds 2] [--steps 3] [--accumulation 8] [--count] [-- FLAGS]
 
 Links, recipe and rows are those of bench/pipeline_step.py; FILE is what `smartinf calibrate` says of the machine that each rank has.
-Needs root.
+With --count it says instead what compressed ranks send in a step, by their log and at sockets. Needs root.
 """
 import argparse
 import json
@@ -25,10 +25,11 @@ def main():
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--accumulation", type=int, default=8)
+    parser.add_argument("--count", action="store_true")
     parser.add_argument("--smartinf", default=SMARTINF)
     parser.add_argument("more", nargs="*", help="behind --: further flags of smartinf train")
     args = parser.parse_args()
-    args.reads, args.count = None, False
+    args.reads = None
     more = args.more
     with tempfile.TemporaryDirectory() as folder:
         cluster = pathlib.Path(folder, "cluster.toml")
@@ -36,6 +37,15 @@ def main():
             cluster.write_text("".join(f'[[box]]\nname = "box{i}"\nmachine = "{pathlib.Path(args.machine).resolve()}"\nranks = 1\n'
                                        for i in range(2)) + f'[links]\nrate = "{rate / 1e6:g} Mbit/s"\n', encoding="ascii")
             compress = ["--compress.density", args.density, "--compress.residual_every", "0"]
+            if args.count:  # of steps alone: between runs of some and of more
+                args.more = [*more, *compress]
+                few = pipeline_step.run(args, rate, 1, 2, folder)
+                args.steps += 6
+                many = pipeline_step.run(args, rate, 1, 2, folder)
+                steps = many["steps"] - few["steps"]
+                print(json.dumps({"sent": [many["ranks_sent_bytes"], many["ranks_received_bytes"]], "at_sockets":
+                                  [round((b - a) / steps) for a, b in zip(few["payload_bytes"], many["payload_bytes"])]}), flush=True)
+                continue
             for number in range(args.rounds):
                 for name, flags in (("dense", []), ("compressed", compress),
                                     ("auto", [*compress, "--compress.stages", "auto", "--ranks.cluster", str(cluster)])):

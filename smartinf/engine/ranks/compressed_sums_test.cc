@@ -162,45 +162,54 @@ struct Step {
   std::vector<uint64_t> sent;  // gradients, by rank
 };
 
-Status put_leaf(Updater& updater, const Leaves& leaves, uint32_t mine, bool (*has)(uint64_t)) {
+/// The gradient of a leaf, of the elements [begin, end).
+Status put_leaf(Updater& updater, const Leaves& leaves, uint32_t leaf, uint64_t begin,
+                uint64_t end) {
   for (const plan::ParameterRange& range : updater.space().ranges()) {
     std::vector<const void*> values;
-    if (has(range.first)) values.push_back(leaves[mine].data() + range.first);
+    if (range.first >= begin && range.first < end) {
+      values.push_back(leaves[leaf].data() + range.first);
+    }
     SI_RETURN_IF_ERROR(updater.put_gradient_sums(range.first, range.count,
                                                  {leaves.size(), DataType::kF32, values}));
   }
   return Status();
 }
 
-/// Steps of so many replicas with a leaf each, of one or of two stages.
-Step steps_of(FakeRanksPlace& place, uint32_t replicas, const Leaves& leaves, int steps = 1) {
-  const uint32_t stages = place.options().stages.empty() ? 1 : 2;
-  auto opened = place.open_crew(std::make_shared<Board>(stages * replicas));
+/// Steps of so many replicas with a leaf each, of one or of two stages. aborts: before each step
+/// there is one that is given up.
+Step steps_of(FakeRanksPlace& place, uint32_t replicas, const Leaves& leaves, int steps = 1,
+              bool aborts = false) {
+  const uint64_t count = contract_space().count();
+  std::vector<plan::RankSpan> stages = place.options().stages;
+  if (stages.empty()) stages = {{0, count, 0, replicas}};
+  const auto ranks = static_cast<uint32_t>(stages.size()) * replicas;
+  auto opened = place.open_crew(std::make_shared<Board>(ranks));
   EXPECT_TRUE(opened.ok()) << opened.status().to_string();
   Crew& all = **opened;
-  if (all.fresh()) initialize(all);
-  static uint64_t cut;
-  cut = stages == 1 ? 0 : place.options().stages[1].first;
+  initialize(all);
   Step step;
-  for (int i = 0; i < steps; ++i) {
+  for (int i = 0; i < steps * (aborts ? 2 : 1); ++i) {
     expect_ok(all.begin_step());
     expect_ok(all.all([&](size_t rank, Updater& updater) {
-      const auto here = [](uint64_t first) { return first >= cut; };
-      const auto before = [](uint64_t first) { return first < cut; };
-      const auto of_rank = static_cast<uint32_t>(rank);
-      return put_leaf(updater, leaves, of_rank % replicas,
-                      of_rank / replicas + 1 == stages ? +here : +before);
+      const plan::RankSpan& mine = stages[rank / replicas];
+      return put_leaf(updater, leaves, static_cast<uint32_t>(rank) % replicas, mine.first,
+                      mine.end());
     }));
     const auto summary = all.finish_gradients(1);
     expect_ok(summary.status());
     step.norm = summary->norm;
+    if (aborts && i % 2 == 0) {
+      expect_ok(all.abort());
+      continue;
+    }
     UpdateOptions options;
     options.groups.resize(2);
     expect_ok(all.start_update(options, DataType::kBf16, nullptr));
     expect_ok(all.commit(""));
   }
   step.planes = all_planes(all);
-  for (uint32_t rank = 0; rank < stages * replicas; ++rank) {
+  for (uint32_t rank = 0; rank < ranks; ++rank) {
     step.sent.push_back(all.rank(rank).traffic().ranks.down(TrafficKind::kGradient));
   }
   return step;
@@ -263,24 +272,36 @@ TEST(CompressedRanks, HaveTheSameBitsWithOtherDevicesAndSubgroups) {
   EXPECT_TRUE(found[1].planes == found[0].planes);
 }
 
-TEST(CompressedRanks, CountWhatTheirMessagesTake) {
-  // Two devices and subgroups that cut no piece: each of a rank's goes whole to the other one or
-  // stays.
-  const plan::ParameterSpace space = contract_space();
-  FakeRanksPlace place(false, 2, 2);
-  place.options().subgroup_elements = 2 * kBlock;
+TEST(CompressedRanks, CarryResidualsOfCommittedStepsAlone) {
+  const Leaves leaves = sparse_leaves(2, contract_space().count());
+  const auto planes = [&](bool feedback, int steps, bool aborts) {
+    FakeRanksPlace place(false, 2, 2);
+    compress(place, 0.02).compress.error_feedback = feedback;
+    return steps_of(place, 2, leaves, steps, aborts).planes;
+  };
+  EXPECT_TRUE(planes(true, 1, false) == planes(false, 1, false));
+  const auto two = planes(true, 2, false);
+  EXPECT_FALSE(two == planes(false, 2, false));
+  EXPECT_TRUE(planes(true, 2, true) == two);
+}
+
+TEST(CompressedRanks, SendOneMessageOfEachPieceToWhoHasTheState) {
+  FakeRanksPlace place(false, 2, 1);  // one device, which rank 0 has
   place.options().compress = {.density = 0.08, .residual_every = 0};
-  const Step step = steps_of(place, 2, sparse_leaves(2, space.count()));
-  const uint64_t sent = step.sent[0] + step.sent[1];
-  const auto made = CompressedSums::make(place.options().compress, 0, {});
+  const Step step = steps_of(place, 2, sparse_leaves(2, contract_space().count()));
+  const auto sums = CompressedSums::make(place.options().compress, 0, {});
   base::ThreadTeam team(1, "test");
-  (*made)->begin_step(1, team);
-  uint64_t least = 0;
+  (*sums)->begin_step(1, team);
+  uint64_t bytes = 0;
+  const plan::ParameterSpace space = contract_space();
   for (const GradientTracker::Piece& piece : GradientTracker(space).all_pieces()) {
-    least += (*made)->bytes(piece.count);
+    bytes += (*sums)->bytes(piece.count);
   }
-  EXPECT_GE(sent, least);
-  EXPECT_LE(sent, 2 * least);  // pieces that reach over subgroups of both go to both
+  EXPECT_EQ(step.sent, (std::vector<uint64_t>{0, bytes}));
+  EXPECT_NEAR(static_cast<double>(bytes),
+              compress::bytes_per_element(place.options().compress) *
+                  static_cast<double>(contract_space().count()),
+              0.01 * static_cast<double>(bytes));
 }
 
 TEST(CompressedRanks, AreRefusedWithWhatToDo) {

@@ -20,7 +20,8 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", required=True)
     parser.add_argument("--machine", required=True)
-    parser.add_argument("--density", default="0.08")
+    parser.add_argument("--density", default="0.25")
+    parser.add_argument("--values", default="bf16")
     parser.add_argument("--rates", type=float, nargs="+", default=[1e8])
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=3)
@@ -36,7 +37,7 @@ def main():
         for rate in args.rates:
             cluster.write_text("".join(f'[[box]]\nname = "box{i}"\nmachine = "{pathlib.Path(args.machine).resolve()}"\nranks = 1\n'
                                        for i in range(2)) + f'[links]\nrate = "{rate / 1e6:g} Mbit/s"\n', encoding="ascii")
-            compress = ["--compress.density", args.density, "--compress.residual_every", "0"]
+            compress = ["--compress.density", args.density, "--compress.values", args.values, "--compress.residual_every", "0"]
             if args.count:  # of steps alone: between runs of some and of more
                 args.more = [*more, *compress]
                 few = pipeline_step.run(args, rate, 1, 2, folder)

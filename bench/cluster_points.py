@@ -3,7 +3,7 @@
 
 Two boxes are namespaces of this machine with a core, a device and a veth pair between them (pipeline_beside_torch.py). Devices sleep
 to read and write no faster than --reads and --writes. --machine is a file of `smartinf calibrate` for one core: run it under
-taskset on each core at once, with a device on tmpfs. For every rate and model: what the plan chooses, and each way of WAYS. A
+taskset on each core at once, with a device on tmpfs. Links are measured with `smartinf calibrate --links`. For every rate and model: what the plan chooses, and each way of WAYS. A
 line of JSON for each; the last lines tell the mean error, and how far the choices are behind the best way measured. Needs root.
 
     bench/cluster_points.py --machine core.toml --device /dev/shm/points --data TEXT > rows.jsonl
@@ -21,6 +21,7 @@ import sys
 from pipeline_beside_torch import Links, address
 from runs import SMARTINF
 
+BOXES = ("left", "right")
 MODELS = {"26M": (8, 512, 1408), "75M": (16, 640, 1728)}  # layers, width, inner width
 WAYS = {"chosen": [], "two stages": ["--stages", "2", "--batch", "1", "--recompute", "false"],
         "two stages, recompute": ["--stages", "2", "--batch", "2", "--recompute", "true"],
@@ -28,23 +29,34 @@ WAYS = {"chosen": [], "two stages": ["--stages", "2", "--batch", "1", "--recompu
         "no stages": ["--stages", "1", "--batch", "1", "--recompute", "false"]}
 
 
-def planned(args, folder, model, rate, flags):
+def links_of(args, folder, links):
+    """What `smartinf calibrate --links` writes of two boxes, by name."""
+    file = folder / "links.toml"
+    words = [args.smartinf, "calibrate", "--links", "--save", file]
+    runs = [subprocess.Popen([str(word) for word in (
+        "taskset", "-c", rank, *links.on(rank), "unshare", "-u", "sh", "-c", 'hostname "$0"; exec "$@"', box, *words)],
+        stdout=subprocess.DEVNULL, env={**os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "GROUP_RANK": str(rank),
+                                        "MASTER_ADDR": address(0), "MASTER_PORT": "29601"}) for rank, box in enumerate(BOXES)]
+    if any([run.wait() for run in runs]):
+        sys.exit(f"{words} failed")
+    return file.read_text(encoding="utf-8")
+
+
+def planned(args, folder, model, links, flags):
     """The first option, whose recipe is written."""
     layers, width, inner = MODELS[model]
     shape = {"model_type": "llama", "hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": width // 64,
              "num_key_value_heads": width // 64, "intermediate_size": inner, "vocab_size": 256, "tie_word_embeddings": False,
              "max_position_embeddings": args.sequence}
     (folder / "model.json").write_text(json.dumps(shape), encoding="ascii")
-    text = ""
-    for box in ("left", "right"):
+    for box in BOXES:
         machine = args.machine.read_text(encoding="utf-8")
         device = machine.index("[[device]]")
         own = re.sub(r"(?m)^name = .*", f'name = "{folder / box}"', machine[device:])
         own = re.sub(r"(?m)^read_bytes_per_s = .*", f"read_bytes_per_s = {args.reads}", own)
         own = re.sub(r"(?m)^write_bytes_per_s = .*", f"write_bytes_per_s = {args.writes}", own)
         (folder / f"{box}.toml").write_text(machine[:device] + own, encoding="utf-8")
-        text += f'[[box]]\nname = "{box}"\nmachine = "{box}.toml"\n'
-    (folder / "cluster.toml").write_text(f'{text}[links]\nrate = "{rate / 1e6:.0f} Mbit/s"\n', encoding="ascii")
+    (folder / "cluster.toml").write_text(links, encoding="utf-8")
     done = subprocess.run([args.smartinf, "plan", folder / "model.json", "--cluster", folder / "cluster.toml", "--tokens-per-step",
                            str(args.tokens), "--seq", str(args.sequence), "--json", "--recipe", folder / "recipe.toml",
                            "--data", args.data, *flags], stdout=subprocess.PIPE, text=True)
@@ -91,8 +103,10 @@ def main():
     for model in args.models:
         for rate in args.rates:
             took = {}
+            with Links(2, rate) as links:
+                text = links_of(args, args.device, links)
             for way, flags in WAYS.items():
-                option = planned(args, args.device, model, rate, flags)
+                option = planned(args, args.device, model, text, flags)
                 said = option["option"]
                 with Links(2, rate) as links:
                     took[way] = measured(args, args.device, links, option["pipeline"] * option["replicas"])

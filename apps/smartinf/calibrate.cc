@@ -1,6 +1,5 @@
 // `smartinf calibrate`: measures this machine and writes a machine file for simulate and plan.
 #include <algorithm>
-#include <atomic>
 #include <chrono>
 #include <cmath>
 #include <cstdio>
@@ -16,7 +15,6 @@
 #include "smartinf/base/clock.h"
 #include "smartinf/base/log.h"
 #include "smartinf/base/nearest.h"
-#include "smartinf/base/thread_team.h"
 #include "smartinf/base/units.h"
 #include "smartinf/engine/memory.h"
 #include "smartinf/plan/memory_plan.h"
@@ -25,6 +23,7 @@
 #include "smartinf/storage/tuning.h"
 #include "smartinf/train/product_rate.h"
 
+#include "apps/smartinf/busy_cores.h"
 #include "apps/smartinf/calibrate_links.h"
 #include "apps/smartinf/commands.h"
 #include "apps/smartinf/decode_rate.h"
@@ -186,32 +185,6 @@ sim::Gpu computing_part(const CalibrateFlags& flags, CoreRates& rates) {
   return none;
 }
 
-/// Keeps all cores computing until it is destroyed. They wait for each other after each part of
-/// less than a millisecond, as in a model's operators.
-class Computing {
- public:
-  explicit Computing(uint32_t cores)
-      : thread_([this, cores](const std::stop_token& stop) {
-          base::ThreadTeam team(cores, "si-compute");
-          std::vector<uint64_t> sums(cores);
-          while (!stop.stop_requested()) {
-            team.run(cores, [&](uint32_t, size_t part) {
-              uint64_t sum = sums[part];
-              for (int i = 0; i < kMultiplications; ++i) sum = sum * 6364136223846793005u + 1;
-              sums[part] = sum;
-            });
-            ++parts_;
-          }
-          sum_ = sums.front();  // so that it is computed
-        }) {}
-  double parts() const { return static_cast<double>(parts_); }
-
- private:
-  static constexpr int kMultiplications = 500'000;
-  std::atomic<uint64_t> parts_{0}, sum_{0};
-  std::jthread thread_;
-};
-
 /// Bytes that this process has moved to and from drives, as the kernel counts them; 0: it does not.
 double drive_bytes() {
   double bytes = 0;
@@ -224,22 +197,13 @@ double drive_bytes() {
   return bytes;
 }
 
-/// Bytes a second to and from a drive that would take all time of all cores: what is moved while
-/// they compute, over the share by which they compute less then. 0: they compute as much.
+/// Bytes a second to and from a drive that would take all time of all cores; 0: it takes none.
 base::Result<double> measure_drive_cores(const std::string& path, uint32_t cores) {
-  constexpr std::chrono::milliseconds kAlone{1500};
-  constexpr double kSeen = 0.02;
-  const Computing computing(cores);
-  const uint64_t alone_ns = base::now_ns();
-  std::this_thread::sleep_for(kAlone);
-  const double alone = computing.parts() / base::seconds_since(alone_ns);
-  const double parts = computing.parts();
+  BusyCores busy(cores);
   const double bytes = drive_bytes();
-  const uint64_t beside_ns = base::now_ns();
+  busy.begin();
   SI_RETURN_IF_ERROR(storage::measure_io(path).status());
-  const double seconds = base::seconds_since(beside_ns);
-  const double lost = 1 - (computing.parts() - parts) / seconds / alone;
-  return lost < kSeen ? 0 : (drive_bytes() - bytes) / seconds / lost;
+  return busy.rate(drive_bytes() - bytes);
 }
 
 /// in_flight_bytes: of transfers that fill the drive, one way.

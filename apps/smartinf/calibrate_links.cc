@@ -6,8 +6,10 @@
 #include <filesystem>
 #include <map>
 #include <numeric>
+#include <optional>
 #include <random>
 #include <span>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -21,6 +23,7 @@
 #include "smartinf/train/ranks/environment.h"
 #include "smartinf/train/ranks/join_ranks.h"
 
+#include "apps/smartinf/busy_cores.h"
 #include "apps/smartinf/commands.h"
 #include "apps/smartinf/median.h"
 
@@ -82,6 +85,9 @@ class Measuring {
   Measuring(const train::Ranks& ranks, const Boxes& boxes)
       : ranks_(ranks), boxes_(boxes), sent_(kLarge), received_(kLarge) {}
 
+  /// Bytes a second sent and got that would take all time of all cores, of each box.
+  const std::vector<double>& cores_rates() const { return cores_rates_; }
+
   Result<sim::Cluster> measure() {
     const uint32_t count = boxes_.count();
     std::vector<std::pair<uint32_t, uint32_t>> pairs;
@@ -106,7 +112,9 @@ class Measuring {
       SI_RETURN_IF_ERROR(all_at_once(draw, latency, together));
     }
     sim::Cluster cluster;
-    std::vector<double> row(4 * size_t{count}, 0.0);  // rate, all at once, latency, spread
+    std::vector<double> row(4 * size_t{count} + 1,
+                            0.0);  // rate, all at once, latency, spread; and the cores'
+    SI_ASSIGN_OR_RETURN(row.back(), cores_rate(draw, latency));
     if (boxes_.leads) {
       for (uint32_t b = 0; b < count; ++b) {
         const size_t at = boxes_.mine * count + b;
@@ -125,6 +133,7 @@ class Measuring {
       for (uint32_t b = 0; b < count; ++b, of += 4) {
         cluster.links[a * count + b] = {of[0], of[1], of[2], of[3]};
       }
+      cores_rates_.push_back(*of);
     }
     return cluster;
   }
@@ -194,6 +203,20 @@ class Measuring {
     return median(seconds);
   }
 
+  /// Once more all at once, while the cores compute.
+  Result<double> cores_rate(std::mt19937& draw, const std::vector<std::vector<double>>& latency) {
+    std::optional<BusyCores> busy;
+    if (boxes_.leads) busy.emplace(std::max(1u, std::thread::hardware_concurrency()));
+    std::vector<std::vector<double>> slower(latency.size());
+    SI_RETURN_IF_ERROR(ranks_.barrier());
+    moved_bytes_ = 0;
+    if (busy) busy->begin();
+    for (int round = 0; round < kRounds; ++round) {
+      SI_RETURN_IF_ERROR(all_at_once(draw, latency, slower));
+    }
+    return busy ? busy->rate(moved_bytes_) : 0.0;
+  }
+
   /// All boxes in pairs, each of which sends both ways; until all pairs have met.
   Status all_at_once(std::mt19937& draw, const std::vector<std::vector<double>>& latency,
                      std::vector<std::vector<double>>& together) {
@@ -223,6 +246,7 @@ class Measuring {
         const size_t at = boxes_.mine * count + other;
         together[at].push_back(static_cast<double>(large_) /
                                (base::seconds_since(begin_ns) - latency[at].back()));
+        moved_bytes_ += 2 * static_cast<double>(large_);
       }
       std::rotate(seat.begin() + 1, seat.end() - 1, seat.end());
     }
@@ -233,6 +257,8 @@ class Measuring {
   const Boxes& boxes_;
   std::vector<std::byte> sent_, received_;
   uint64_t large_ = kLarge;
+  double moved_bytes_ = 0;  // there and back, with all boxes at once
+  std::vector<double> cores_rates_;
 };
 
 Status measure_links(const LinksJob& job, const train::Ranks& ranks) {
@@ -243,7 +269,8 @@ Status measure_links(const LinksJob& job, const train::Ranks& ranks) {
         "Start ranks on several (torchrun --nnodes 2 --node-rank N ...), or leave --links "
         "out.");
   }
-  SI_ASSIGN_OR_RETURN(sim::Cluster cluster, Measuring(ranks, boxes).measure());
+  Measuring measuring(ranks, boxes);
+  SI_ASSIGN_OR_RETURN(sim::Cluster cluster, measuring.measure());
   Status measured;
   std::string machine;
   if (job.machine && boxes.leads) {
@@ -263,6 +290,7 @@ Status measure_links(const LinksJob& job, const train::Ranks& ranks) {
         written = base::write_text_file((file.parent_path() / box.file).string(),
                                         machines[boxes.leader[i]], "cannot write the machine file");
       }
+      box.machine.network.ranks_cores_bytes_per_s = measuring.cores_rates()[i];
       cluster.boxes.push_back(std::move(box));
     }
     if (written.ok()) {

@@ -24,7 +24,7 @@ constexpr size_t kBoxesMax = 1024;
 constexpr uint32_t kRanksMax = 64;  // of a box
 
 struct BoxKeys {
-  std::string name, machine;
+  std::string name, machine, cores;
   uint32_t ranks = 0;
   uint32_t count = 1;
 };
@@ -37,6 +37,7 @@ struct LinkKeys {
 std::vector<NamedField> fields_of(BoxKeys& keys) {
   return {{"name", &keys.name},
           {"machine", &keys.machine},
+          {"cores", &keys.cores},
           {"ranks", base::Number{&keys.ranks, 1, kRanksMax, "from 1 to 64"}},
           {"count", base::Number{&keys.count, 1, kBoxesMax, "from 1 to 1024"}}};
 }
@@ -49,6 +50,9 @@ std::vector<NamedField> fields_of(LinkKeys& keys) {
           {"latency_s", base::Number{&keys.link.latency_s, 0, 1e3, "that is not negative"}},
           {"spread", base::Number{&keys.link.spread, 0, 10, "that is not negative"}}};
 }
+
+/// As much as all cores of a box could send other boxes and get from them.
+double& cores_rate(Box& box) { return box.machine.network.ranks_cores_bytes_per_s; }
 
 std::string rate_text(double bytes_per_s) {
   return fmt::format("{:.6g} Mbit/s", 8e-6 * bytes_per_s);
@@ -116,6 +120,7 @@ class ClusterReader {
     }
     Box box{keys.name, keys.machine, {}, keys.ranks};
     SI_ASSIGN_OR_RETURN(box.machine, load_(keys.machine));
+    if (!keys.cores.empty()) take_rate(table, "box.cores", keys.cores, cores_rate(box));
     if (box.ranks == 0) box.ranks = box.machine.gpu.name == "none" ? 1 : box.machine.gpu.count;
     for (uint32_t i = 0; i < keys.count; ++i) {
       const std::string base_name = keys.name.empty() ? "box" : keys.name;
@@ -137,12 +142,17 @@ class ClusterReader {
          {std::tuple("rate", &keys.rate, &keys.link.bytes_per_s),
           std::tuple("together", &keys.together, &keys.link.together_bytes_per_s)}) {
       if (text->empty() && rate != &keys.link.bytes_per_s) continue;
-      const Result<double> parsed = parse_rate(*text);
-      if (parsed.ok()) {
-        *rate = *parsed;
-      } else {
-        reader_.problem(table.at, fmt::format("{}.{}: {}", section, key, parsed.status().what()));
-      }
+      take_rate(table, fmt::format("{}.{}", section, key), *text, *rate);
+    }
+  }
+
+  void take_rate(const base::TomlTable& table, std::string_view key, const std::string& text,
+                 double& rate) {
+    const Result<double> parsed = parse_rate(text);
+    if (parsed.ok()) {
+      rate = *parsed;
+    } else {
+      reader_.problem(table.at, fmt::format("{}: {}", key, parsed.status().what()));
     }
   }
 
@@ -246,6 +256,9 @@ std::string cluster_to_toml(const Cluster& cluster) {
   for (const Box& box : cluster.boxes) {
     text += fmt::format("\n[[box]]\nname = '{}'\nmachine = '{}'\nranks = {}\n", box.name, box.file,
                         box.ranks);
+    if (const double cores = box.machine.network.ranks_cores_bytes_per_s; cores > 0) {
+      text += fmt::format("cores = \"{}\"\n", rate_text(cores));
+    }
   }
   const auto boxes = static_cast<uint32_t>(cluster.boxes.size());
   if (boxes < 2) return text;

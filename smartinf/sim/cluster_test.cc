@@ -21,6 +21,7 @@ machine = "workstation-gen4"
 [[box]]
 machine = "server-25gbe"
 ranks = 2
+cores = "4 Gbit/s"
 count = 2
 [links]
 rate = "1 Gbit/s"
@@ -41,11 +42,14 @@ spread = 0.01
   EXPECT_DOUBLE_EQ(cluster->link(0, 1).shared(), 2e8);
   EXPECT_DOUBLE_EQ(cluster->link(1, 0).bytes_per_s, 3.125e8) << "one direction is both";
   EXPECT_DOUBLE_EQ(cluster->spread(), 0.01);
+  EXPECT_DOUBLE_EQ(cluster->boxes[2].machine.network.ranks_cores_bytes_per_s, 5e8);
+  EXPECT_DOUBLE_EQ(cluster->boxes[0].machine.network.ranks_cores_bytes_per_s, 0);
   Cluster uneven = *cluster;
   uneven.link(2, 0).bytes_per_s = 5e7;
   const auto again = parse(cluster_to_toml(uneven));
   ASSERT_TRUE(again.ok()) << again.status().to_string();
   for (uint32_t a = 0; a < 3; ++a) {
+    EXPECT_DOUBLE_EQ(again->boxes[a].machine.network.ranks_cores_bytes_per_s, a > 0 ? 5e8 : 0);
     for (uint32_t b = 0; b < 3; ++b) {
       if (a == b) continue;
       EXPECT_DOUBLE_EQ(again->link(a, b).bytes_per_s, uneven.link(a, b).bytes_per_s) << a << b;
@@ -60,6 +64,7 @@ TEST(Cluster, SaysWhatIsWrong) {
            {"", "there is no [[box]]"},
            {"[[box]]\nname = 'a'\n", "box.machine is not given"},
            {"[[box]]\nmachine = 'workstation-gen9'\n", "unknown machine"},
+           {box + "cores = '4'\n", "box.cores: expected a rate like"},
            {box + box, "two boxes are named 'a'"},
            {box + "[[box]]\nmachine = 'workstation-gen4'\n", "there is no link from 'a' to"},
            {box + "[links]\nrate = '1 Gbit'\n", "expected a rate like"},

@@ -160,6 +160,8 @@ std::vector<NamedField> fields_of(Network& network) {
        "all that ranks of one machine send each other; 0: no limit"},
       {"cores_bytes_per_s", not_negative(network.cores_bytes_per_s),
        "that all cores could send and receive of remote devices; 0: it takes no time of theirs"},
+      {"ranks_cores_bytes_per_s", not_negative(network.ranks_cores_bytes_per_s),
+       "likewise between ranks of several machines"},
   };
 }
 

@@ -126,6 +126,7 @@ struct Network {
   /// copy if they did nothing else. It takes their time where they also compute, without a GPU; 0:
   /// none.
   double cores_bytes_per_s = 0;
+  double ranks_cores_bytes_per_s = 0;  // likewise of what ranks of several machines send and get
 };
 
 struct Price {

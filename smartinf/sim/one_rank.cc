@@ -79,6 +79,7 @@ Exchange exchange_of(const Machine& machine, const StepOptions& options, double 
   exchange.near_bytes_per_s = machine.network.near_bytes_per_s / here;
   exchange.far_bytes_per_s = machine.network.bytes_per_s / here;
   exchange.latency_s = options.machines > 1 ? machine.network.latency_s : 0;
+  exchange.cores_bytes_per_s = machine.network.ranks_cores_bytes_per_s / here;
   return exchange;
 }
 
@@ -162,6 +163,8 @@ Machine part_of_machine(const Machine& machine, uint32_t ranks, double* share) {
   rank.host.update_bytes_per_s *= part;
   rank.host.weights_bytes_per_s *= part;
   rank.network.bytes_per_s /= ranks;
+  rank.network.cores_bytes_per_s /= ranks;
+  rank.network.ranks_cores_bytes_per_s /= ranks;
   share_gpus(rank.gpu, ranks);
   return rank;
 }

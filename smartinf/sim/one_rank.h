@@ -23,6 +23,7 @@ struct Exchange {
   double near_bytes_per_s = 0;     // to those, and from them; 0: without limit
   double far_bytes_per_s = 0;      // likewise, to those of other machines
   double latency_s = 0;
+  double cores_bytes_per_s = 0;  // of the rank's cores, sent and received; 0: it takes none
 };
 
 struct OneRank {

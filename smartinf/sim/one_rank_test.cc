@@ -91,6 +91,25 @@ TEST(OneRank, StreamedWeightsCrossOnceMoreInBackward) {
   expect_bytes(bytes.drive_read, (12 + 4) * p / 2, "state and master weights of half");
 }
 
+TEST(OneRank, SendingTakesTheTimeOfCoresThatCompute) {
+  const auto p = static_cast<double>(shape().parameters());
+  Machine machine = endless(2);
+  machine.network.ranks_cores_bytes_per_s = 1e9;
+  EXPECT_NEAR(run(machine, ranks(2, 2, 2)).total_s, 4 * p / 1e9, 0.01) << "2 p there, 2 p back";
+  EXPECT_NEAR(run(machine, ranks(4, 2, 4)).total_s, 6 * p * (2 / 3.0) / (1e9 / 2), 0.01)
+      << "two ranks of a machine have half of its cores each; a third stays there";
+  // They compute meanwhile as much as is left of them.
+  const double sending_s = run(machine, ranks(2, 2, 2)).total_s;
+  machine.gpu.peak_flops = 1e12;
+  const double both_s = run(machine, ranks(2, 2, 2)).total_s;
+  machine.network.ranks_cores_bytes_per_s = 0;
+  EXPECT_NEAR(both_s, run(machine, ranks(2, 2, 2)).total_s + sending_s, 0.01 * both_s);
+  machine.network.ranks_cores_bytes_per_s = 1e6;
+  machine.gpu.name = "some";
+  machine.gpu.link_bytes_per_s = kEndless;
+  EXPECT_LT(run(machine, ranks(2, 2, 2)).total_s, both_s) << "beside a GPU they do nothing else";
+}
+
 TEST(OneRank, TheNetworkTakesItsTime) {
   const auto p = static_cast<double>(shape().parameters());
   Machine machine = endless(2);

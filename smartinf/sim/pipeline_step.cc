@@ -229,8 +229,15 @@ class PipelineGraph {
     } else if (!back && load_.forward_bytes > 0) {
       bytes = load_.forward_bytes;
     }
-    const TaskIndex sent = graph_.add_task({Stage(bytes, uses_of(load_.box[rank], load_.box[to]))},
-                                           {made_it, channels_[rank][back]});
+    std::vector<Use> uses = uses_of(load_.box[rank], load_.box[to]);
+    for (const uint32_t end : {rank, to}) {
+      const Box& box = cluster_.boxes[load_.box[end]];
+      const double cores = box.machine.network.ranks_cores_bytes_per_s / box.ranks;
+      if (cores > 0 && box.machine.gpu.name == "none" && load_.box[rank] != load_.box[to]) {
+        uses.push_back({computing_[end], 1 / cores});
+      }
+    }
+    const TaskIndex sent = graph_.add_task({Stage(bytes, uses)}, {made_it, channels_[rank][back]});
     channels_[rank][back] = sent;
     if (trace_ && load_.box[rank] != load_.box[to]) {
       labels_.push_back({sent,

@@ -61,6 +61,21 @@ TEST(PipelineStep, ABubbleIsThatOf1F1B) {
   }
 }
 
+TEST(PipelineStep, MessagesTakeTheTimeOfCoresThatCompute) {
+  Case one(2, /*micro_batches=*/4, 1, 2, /*message_s=*/1);
+  for (Link& link : one.cluster.links) link.bytes_per_s = 1e9;
+  EXPECT_NEAR(one.step_s(), 15, 1e-6);
+  for (Box& box : one.cluster.boxes) {
+    box.machine.gpu.name = "none";
+    box.machine.network.ranks_cores_bytes_per_s = 2;
+  }
+  // Each rank has half a second of each of eight messages.
+  EXPECT_GE(one.step_s(), 12 + 8 * 0.5);
+  EXPECT_LE(one.step_s(), 15 + 8 * 0.5 + 1e-6);
+  for (Box& box : one.cluster.boxes) box.machine.gpu.name = "some";
+  EXPECT_NEAR(one.step_s(), 15, 1e-6);
+}
+
 TEST(PipelineStep, ABubbleOfChunksIsThatOfBreadthFirst) {
   // (P - 1) of V M + P - 1, as published (Lamy-Poirier 2022): of V chunks a V-th of 1F1B's.
   for (const uint32_t stages : {2u, 4u}) {

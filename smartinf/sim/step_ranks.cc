@@ -20,6 +20,10 @@ Stage StepGraph::exchange_stage(uint64_t sent, uint64_t received) {
   if (far > 0) {
     uses.push_back({network_out_, part(sent) * far * cost(exchange_.far_bytes_per_s)});
     uses.push_back({network_in_, part(received) * far * cost(exchange_.far_bytes_per_s)});
+    if (exchange_.cores_bytes_per_s > 0 && !on_gpu()) {
+      const double both = part(sent) + part(received);
+      uses.push_back({gpu_, both * far * cost(exchange_.cores_bytes_per_s)});
+    }
   }
   if (exchange_.near > 0 && exchange_.near_bytes_per_s > 0) {
     uses.push_back({near_, part(sent) * exchange_.near * cost(exchange_.near_bytes_per_s)});

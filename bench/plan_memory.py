@@ -167,7 +167,7 @@ def run(keys, ranks, devices, way, device, port, limited):
             words += ["--memory.host", (most + int(float(number) * UNITS[unit])) // 2]
         plans = stated(words, ranks, port)
         if way != "streamed":
-            words += ["--memory.host", max(plans)]
+            words += ["--memory.host", max(plans) + (4 << 20)]  # another start may be a little larger
         peaks, kills, files = train(words, ranks, devices, device, port)
         groups = [Group(plan, files, device / f"files{rank}") for rank, plan in enumerate(plans) if limited]
         try:

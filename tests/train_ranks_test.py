@@ -330,6 +330,8 @@ class TrainRanks(StreamCase):
         with self.ranks(2, recipe, "moved", *stages, *self.even_devices("moved", 2), "--train.steps", "2") as started:
             self.assertEqual(started.wait(100), [0, 0])
             crossing, = map(int, re.findall(r"weights of (\d+) parameters go .*; smartinf reshard --stages", started.out(0)))
+            planned = lambda said: [float(found) for found in re.findall(r"optimizer: buffers and gradients ([0-9.]+) MiB", said)]
+            exchanging = planned(started.out(0))
         reshard = [SMARTINF, "reshard", "--from", str(self.folder / "moved"), "--to", *devices[1::4], "--stages"]
         for wrong, text in (("3", "not as many for each of 3 stages"), ("2", "each of the 2 stages")):
             told = subprocess.run([*reshard, wrong, "--split", "9, 1"], capture_output=True, text=True, timeout=100)
@@ -340,6 +342,7 @@ class TrainRanks(StreamCase):
         with self.ranks(2, recipe, "moved", *stages, *devices, "--take-over", take_over) as started:
             self.assertEqual(started.wait(100), [0, 0], started.err(0) + started.err(1))
             left = [int(found) for found in re.findall(r"weights of (\d+) parameters go", started.out(0))]
+            self.assertLess(max(planned(started.out(0))) + 30, min(exchanging), "memory to exchange all gradients, and next to none")
             self.assertNotIn("smartinf reshard --stages", started.out(0))
         self.assertLess(sum(left), crossing / 4, "subgroups in which two stages meet are left")
         self.check_same_as("moved", "one")

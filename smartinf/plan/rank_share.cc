@@ -24,18 +24,24 @@ uint64_t rank_sum_elements(uint64_t elements) {
   return std::min(kRankSumElements, elements) + kRankPieceElements;
 }
 
-uint64_t rank_gradient_bytes(uint64_t elements) {
-  const uint64_t bucket = rank_bucket_bytes(elements);
-  const uint64_t under_way = kRankBuckets * (bucket + 2 * bucket);
-  return bucket + under_way + rank_sum_elements(elements) * sizeof(float);
+uint64_t rank_gradient_bytes(uint64_t elements, const RankExchange& exchange) {
+  const uint64_t full = rank_bucket_bytes(elements);
+  const uint64_t given = exchange.elements * exchange.sums * sizeof(float);
+  const uint64_t bucket = std::min(full, given);
+  // Ranks that get what others sum up get at most twice a bucket's bytes; their own stay.
+  uint64_t received = std::min(2 * full, given * std::max(1u, exchange.ranks));
+  if (exchange.ranks > 0) received -= received / exchange.ranks;
+  const uint64_t buckets = given < full ? 1 : kRankBuckets;
+  return bucket + buckets * (bucket + received) + rank_sum_elements(elements) * sizeof(float);
 }
 
-uint64_t rank_weight_bytes(uint64_t subgroup_elements) {
-  return kRankSubgroupsInFlight * (subgroup_elements * sizeof(float) + kRankOutcomeBytes);
+uint64_t rank_weight_bytes(const RankExchange& exchange) {
+  return kRankSubgroupsInFlight *
+         (exchange.subgroup_elements * exchange.value_bytes + kRankOutcomeBytes);
 }
 
-uint64_t rank_bytes(uint64_t elements, uint64_t subgroup_elements) {
-  return rank_gradient_bytes(elements) + rank_weight_bytes(subgroup_elements);
+uint64_t rank_bytes(uint64_t elements, const RankExchange& exchange) {
+  return rank_gradient_bytes(elements, exchange) + rank_weight_bytes(exchange);
 }
 
 }  // namespace smartinf::plan

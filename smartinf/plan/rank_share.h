@@ -47,10 +47,20 @@ uint64_t rank_sum_elements(uint64_t elements);
 inline constexpr size_t kRankSubgroupsInFlight = 4;
 inline constexpr uint64_t kRankOutcomeBytes = 2048;
 
-/// The values of an open bucket; what is sent and received of those under way; sums.
-uint64_t rank_gradient_bytes(uint64_t elements);
-uint64_t rank_weight_bytes(uint64_t subgroup_elements);
+/// What a rank exchanges with others.
+struct RankExchange {
+  uint64_t elements = 0;  // whose gradients other ranks sum up as well, or get
+  uint32_t sums = 2;      // of each, that a rank gives
+  /// Ranks that sum up a gradient, with the one that gets it among them; 0: it is none of them.
+  uint32_t ranks = 0;
+  uint64_t subgroup_elements = 0;  // of a subgroup whose weights go, at most
+  uint64_t value_bytes = sizeof(float);
+};
+/// The values of an open bucket; what is sent and received of those under way; sums. elements: of
+/// the run.
+uint64_t rank_gradient_bytes(uint64_t elements, const RankExchange& exchange);
+uint64_t rank_weight_bytes(const RankExchange& exchange);
 /// Bytes that a rank has in memory beside its devices' buffers, at most.
-uint64_t rank_bytes(uint64_t elements, uint64_t subgroup_elements);
+uint64_t rank_bytes(uint64_t elements, const RankExchange& exchange);
 
 }  // namespace smartinf::plan

@@ -29,9 +29,20 @@ TEST(RankShare, TheMostDevicesThatOneRankDrives) {
 
 TEST(RankShare, MemoryIsBucketsSumsAndSubgroupsOnTheirWay) {
   // Three of 8 MiB for each bucket under way, the open one; sums of a run and a piece; 4 subgroups.
-  EXPECT_EQ(rank_gradient_bytes(1 << 30), 7 * (8u << 20) + 4 * ((1u << 20) + (1u << 17)));
-  EXPECT_EQ(rank_weight_bytes(1000), 4 * (4000u + 2048));
-  EXPECT_EQ(rank_bytes(1 << 30, 1000), rank_gradient_bytes(1 << 30) + rank_weight_bytes(1000));
+  RankExchange exchange{.elements = 1 << 30, .subgroup_elements = 1000};
+  const uint64_t sums = 4 * ((1u << 20) + (1u << 17));
+  EXPECT_EQ(rank_gradient_bytes(1 << 30, exchange), 7 * (8u << 20) + sums);
+  EXPECT_EQ(rank_weight_bytes(exchange), 4 * (4000u + 2048));
+  EXPECT_EQ(rank_bytes(1 << 30, exchange),
+            rank_gradient_bytes(1 << 30, exchange) + rank_weight_bytes(exchange));
+  // Of what is received a rank's own sums stay where they are.
+  exchange.ranks = 2;
+  EXPECT_EQ(rank_gradient_bytes(1 << 30, exchange), 5 * (8u << 20) + sums);
+  exchange.ranks = 8;
+  EXPECT_EQ(rank_gradient_bytes(1 << 30, exchange), 3 * (8u << 20) + 4 * (7u << 20) + sums);
+  // Less than a bucket: it is the only one, three times.
+  exchange = {.elements = 1000, .sums = 1, .ranks = 0};
+  EXPECT_EQ(rank_gradient_bytes(1 << 30, exchange), 3 * 4000 + sums);
   // A small model's buckets are its gradients, in f32 of two ranks.
   EXPECT_EQ(rank_bucket_bytes(1000), 8000u);
 }

@@ -8,6 +8,8 @@
 #include <vector>
 
 #include "smartinf/base/status.h"
+#include "smartinf/plan/parameter_space.h"
+#include "smartinf/plan/rank_share.h"
 #include "smartinf/plan/stages.h"
 #include "smartinf/plan/training_memory.h"
 
@@ -46,10 +48,24 @@ bool head_folds(const TiedHead& head);
 /// model and all ranks. memory.units are the model's.
 void take_stage(const Pipeline& pipeline, TrainingMemoryInput& memory);
 
+/// What a rank of a pipeline has of the state of a run, and exchanges with other ranks.
+struct StageState {
+  uint64_t elements = 0;   // that the stage computes with
+  bool is_own = true;      // its ranks have the state of these
+  uint64_t of_others = 0;  // elements on its ranks' devices that only other stages compute with
+  RankExchange exchange;
+};
+/// units: the model's. tied: elements of the head that is the embedding. subgroups: of the run, at
+/// most, of so many elements. held: subgroups on devices of the stage's ranks, of a run that goes
+/// on; none: it begins, and each stage's state comes to its own ranks (plan::place_by_stage).
+StageState stage_state(const Pipeline& pipeline, std::span<const Unit> units, uint64_t tied,
+                       uint64_t subgroup_elements, std::span<const Subgroup> held = {});
+
 /// What becomes of activations with some number of micro batches ahead.
 enum class AheadCost : uint64_t { kKeeps, kRecomputes, kDoesNotFit };
-/// The most micro batches ahead for which no rank has to do more than with none. costs: of each
-/// rank from none to kPipelineAheadMax, rank after rank.
+/// The most micro batches ahead for which no rank has to do more than with none, or where some rank
+/// has no memory for none (sums of gradients are there earlier), for which all have memory; 0:
+/// there are none. costs: of each rank from none to kPipelineAheadMax, rank after rank.
 uint32_t most_ahead(std::span<const AheadCost> costs);
 
 }  // namespace smartinf::plan

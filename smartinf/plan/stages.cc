@@ -11,6 +11,7 @@
 #include <fmt/format.h>
 
 #include "smartinf/base/check.h"
+#include "smartinf/base/state_format.h"
 #include "smartinf/base/units.h"
 #include "smartinf/plan/pipeline_schedule.h"
 #include "smartinf/plan/stage_plan.h"
@@ -175,6 +176,103 @@ bool head_folds(const TiedHead& head) {
   return hidden_states < copies * head.vocabulary * head.width;
 }
 
+namespace {
+
+/// Of moments that differ only in how much is in flight, those with the most.
+std::vector<BackwardMoment> backward_moments(const Pipeline& pipeline, uint64_t batches) {
+  using enum PipelineAction::Kind;
+  const bool folded = pipeline.stages.folds && pipeline.stage() == 0;
+  std::vector<BackwardMoment> moments;
+  BackwardMoment now{.in_flight = 0, .head_summed = false, .layers_summed = false};
+  for (const PipelineAction& action :
+       pipeline_actions(pipeline.stages.count(), pipeline.stage(), batches, pipeline.ahead,
+                        pipeline.stages.folds)) {
+    const bool of_head = folded && action.chunk > 0;
+    if (action.kind == kForward) {
+      if (!of_head) ++now.in_flight;
+      continue;
+    }
+    now.head = of_head || !folded;
+    now.layers = !of_head;
+    const auto alike = std::ranges::find_if(moments, [&](const BackwardMoment& one) {
+      return one.head == now.head && one.head_summed == now.head_summed &&
+             one.layers == now.layers && one.layers_summed == now.layers_summed;
+    });
+    if (alike == moments.end()) {
+      moments.push_back(now);
+    } else {
+      alike->in_flight = std::max(alike->in_flight, now.in_flight);
+    }
+    (of_head ? now.head_summed : now.layers_summed) = true;
+    if (of_head) continue;
+    --now.in_flight;
+    now.head_summed = true;
+  }
+  return moments;
+}
+
+uint64_t shared_elements(uint64_t first, uint64_t end, const RankSpan& span) {
+  const uint64_t from = std::max(first, span.first);
+  return std::min(end, span.end()) - std::min({from, end, span.end()});
+}
+
+}  // namespace
+
+StageState stage_state(const Pipeline& pipeline, std::span<const Unit> units, uint64_t tied,
+                       uint64_t subgroup_elements, std::span<const Subgroup> held) {
+  const Stages& stages = pipeline.stages;
+  const bool two_stages = tied > 0 && !stages.folds;  // compute with the tied matrix
+  StageState state;
+  std::vector<RankSpan> mine;  // that this rank computes with
+  for (uint32_t chunk = 0; chunk < pipeline.chunks(); ++chunk) {
+    if (pipeline.begin(chunk) == pipeline.end(chunk)) continue;  // a division that is only tried
+    const uint64_t first = units[pipeline.begin(chunk)].first;
+    mine.push_back({first, units[pipeline.end(chunk) - 1].end() - first, pipeline.rank, 1});
+    state.elements += mine.back().count;
+  }
+  if (two_stages && pipeline.has_head()) mine.push_back({0, tied, pipeline.rank, 1});
+  RankExchange& exchange = state.exchange;
+  exchange.subgroup_elements = subgroup_elements;
+  exchange.ranks = stages.replicas * (two_stages ? 2 : 1);
+  // Ends of parts, but for the model's own: a piece of a gradient goes beyond, and a block's
+  // weights.
+  uint64_t ends = 0;
+  for (uint32_t chunk = 0; chunk < pipeline.chunks(); ++chunk) {
+    ends +=
+        (pipeline.part(chunk) > 0 ? 1 : 0) + (pipeline.part(chunk) + 1 < stages.parts() ? 1 : 0);
+  }
+  uint64_t held_mine = 0;
+  for (const Subgroup& subgroup : held) {
+    uint64_t most = 0;
+    for (const RankSpan& span : mine) {
+      most = std::max(most, shared_elements(subgroup.first, subgroup.first + subgroup.count, span));
+    }
+    held_mine += most;
+    if (most == 0) state.of_others += subgroup.count;
+  }
+  const uint64_t at_ends = ends * base::kBlockElements;
+  const bool all_here = held_mine + at_ends >= state.elements;
+  state.is_own = held.empty() || (state.of_others == 0 && all_here);
+  if (!state.is_own) {
+    exchange.elements = units.back().end();
+    exchange.ranks = 0;
+    return state;
+  }
+  if (stages.replicas > 1) {
+    exchange.elements = state.elements + (two_stages && pipeline.has_head() ? tied : 0);
+    return state;
+  }
+  exchange.sums = 1;
+  exchange.elements = ends * kRankPieceElements;
+  if (two_stages && (pipeline.has_head() || pipeline.begin(0) == 0)) {
+    exchange.elements += tied;
+  } else {
+    exchange.subgroup_elements = std::min(subgroup_elements, base::kBlockElements);
+    exchange.ranks = 0;
+  }
+  return state;
+}
+
 void take_stage(const Pipeline& pipeline, TrainingMemoryInput& memory) {
   TrainingModel& model = memory.model;
   const uint64_t layers = std::exchange(model.layers, 0);
@@ -191,9 +289,17 @@ void take_stage(const Pipeline& pipeline, TrainingMemoryInput& memory) {
   const uint64_t batches = base::divide_up(memory.accumulation, pipeline.stages.replicas);
   memory.ranks = pipeline.stages.replicas;
   if (pipeline.stages.chunks == 1) {
-    memory.in_flight = pipeline_in_flight(pipeline.stages.count(), pipeline.stage(), batches,
-                                          pipeline.ahead, pipeline.stages.folds);
-    memory.messages = 4 * (1 + pipeline.ahead);
+    // A copy of the embedding that is the head is like a matrix of its own.
+    if (pipeline.begin(0) > 0) model.tied = false;
+    memory.moments = backward_moments(pipeline, batches);
+    const uint32_t count = pipeline.stages.count();
+    const bool folds = pipeline.stages.folds;
+    const bool before = folds || pipeline.stage() > 0;
+    const bool behind = folds || pipeline.stage() + 1 < count;
+    // Sent ones are kept until as many more were; as many are awaited as there are ahead.
+    const uint64_t sent = pipeline_in_flight(count, 0, batches, pipeline.ahead, folds);
+    const uint64_t awaited = std::min<uint64_t>(batches, 1 + pipeline.ahead);
+    memory.messages = (sent + awaited) * ((before ? 1 : 0) + (behind ? 1 : 0));
     return;
   }
   memory.messages = 2 * batches;
@@ -207,9 +313,13 @@ void take_stage(const Pipeline& pipeline, TrainingMemoryInput& memory) {
 uint32_t most_ahead(std::span<const AheadCost> costs) {
   constexpr size_t kChoices = kPipelineAheadMax + 1;
   uint32_t ahead = kPipelineAheadMax;
+  bool none_fits = true;
+  for (size_t rank = 0; rank < costs.size(); rank += kChoices) {
+    none_fits = none_fits && costs[rank] != AheadCost::kDoesNotFit;
+  }
   const auto costs_nothing = [&] {
     for (size_t rank = 0; rank < costs.size(); rank += kChoices) {
-      if (costs[rank + ahead] != costs[rank]) return false;
+      if (costs[rank + ahead] > (none_fits ? costs[rank] : AheadCost::kRecomputes)) return false;
     }
     return true;
   };

@@ -3,9 +3,12 @@
 #include <algorithm>
 #include <numeric>
 #include <random>
+#include <string>
+#include <vector>
 
 #include <gtest/gtest.h>
 
+#include "smartinf/base/state_format.h"
 #include "smartinf/plan/stage_plan.h"
 
 namespace smartinf::plan {
@@ -140,6 +143,10 @@ TEST(Stages, AsManyMicroBatchesAheadAsCostNoRankAnything) {
   EXPECT_EQ(most_ahead(std::vector{kKeeps, kKeeps, kKeeps, kRecomputes, kDoesNotFit, kDoesNotFit}),
             0u);
   EXPECT_EQ(most_ahead(std::vector{kRecomputes, kRecomputes, kRecomputes}), 2u);
+  EXPECT_EQ(
+      most_ahead(std::vector{kDoesNotFit, kRecomputes, kKeeps, kKeeps, kRecomputes, kDoesNotFit}),
+      1u);
+  EXPECT_EQ(most_ahead(std::vector{kDoesNotFit, kDoesNotFit, kDoesNotFit}), 0u);
 }
 
 TEST(Stages, RanksOfAStageAreNextToEachOther) {
@@ -195,6 +202,94 @@ TEST(Stages, StagesHavePartsByTurns) {
   EXPECT_EQ(spans[2].count, 8u);
   EXPECT_TRUE(spans[2].has_rank(0));
   EXPECT_TRUE(spans[3].has_rank(1));
+}
+
+/// Of a model of two layers, whose head is the embedding, without the head's norm.
+const std::vector<Unit> kTiedUnits{
+    {0, 1 << 20, 0, 0}, {1 << 20, 1 << 20, 0, 1}, {2 << 20, 1 << 20, 1, 1}, {3 << 20, 64, 0, 0}};
+
+TrainingMemoryInput of_stage(const Stages& stages, uint32_t rank, uint32_t ahead) {
+  TrainingMemoryInput input;
+  input.units = kTiedUnits;
+  input.model.layers = 2;
+  input.model.vocabulary = 1 << 10, input.model.width = 1 << 10;
+  input.model.tied = true;
+  input.accumulation = 4;
+  take_stage({stages, rank, ahead}, input);
+  return input;
+}
+
+/// "4, 3 layers" : what is in flight, and of what there are sums.
+std::string text_of(const std::vector<BackwardMoment>& moments) {
+  std::string text;
+  for (const BackwardMoment& one : moments) {
+    text += (text.empty() ? "" : ", ") + std::to_string(one.in_flight);
+    if (!one.layers) text += " in the head";
+    if (!one.head) text += " in layers";
+    if (one.head_summed) text += " head";
+    if (one.layers_summed) text += " layers";
+  }
+  return text;
+}
+
+TEST(Stages, SumsAreNotThereWhileTheFirstMicroBatchGoesBack) {
+  const Stages stages{{0, 2, 4}, 1};
+  EXPECT_EQ(text_of(of_stage(stages, 0, 2).moments), "4, 3 head layers");
+  EXPECT_EQ(text_of(of_stage(stages, 0, 0).moments), "2, 2 head layers");
+  EXPECT_EQ(text_of(of_stage(stages, 1, 2).moments), "1, 1 head layers");
+  // A folded head has its sums before the layers have theirs.
+  const Stages folded{{0, 2, 3, 4}, 1, 1, /*folds=*/true};
+  EXPECT_EQ(text_of(of_stage(folded, 0, 0).moments),
+            "2 in the head, 3 in the head head, 3 in layers head, 3 in the head head layers, "
+            "3 in layers head layers");
+  EXPECT_EQ(text_of(of_stage(folded, 1, 0).moments), "2, 2 head layers");
+}
+
+TEST(Stages, MessagesAreThoseThatAreSentAndAwaited) {
+  const Stages stages{{0, 2, 4}, 1};
+  EXPECT_EQ(of_stage(stages, 0, 0).messages, 2u + 1) << "activations there, gradients back";
+  EXPECT_EQ(of_stage(stages, 1, 2).messages, 4u + 3);
+  const Stages folded{{0, 2, 3, 4}, 1, 1, /*folds=*/true};
+  EXPECT_EQ(of_stage(folded, 0, 0).messages, 2 * (3u + 1)) << "and of the head";
+}
+
+TEST(Stages, AStageExchangesWhatAnotherOneHasAsWell) {
+  const Stages stages{{0, 2, 4}, 1};
+  const uint64_t all = kTiedUnits.back().end();
+  const uint64_t block = base::kBlockElements;
+  const auto state = [&](uint32_t rank, uint64_t tied, std::vector<Subgroup> held = {}) {
+    return stage_state({stages, rank, 0}, kTiedUnits, tied, /*subgroup_elements=*/1 << 19, held);
+  };
+  // At its end, a piece of a gradient and the weights of a block.
+  EXPECT_TRUE(state(0, 0).is_own);
+  EXPECT_EQ(state(0, 0).elements, uint64_t{2} << 20);
+  EXPECT_EQ(state(0, 0).exchange.elements, kRankPieceElements);
+  EXPECT_EQ(state(0, 0).exchange.subgroup_elements, block);
+  EXPECT_EQ(state(0, 0).exchange.ranks, 0u);
+  // A tied head's sums come from two stages.
+  EXPECT_EQ(state(1, 1 << 20).exchange.elements, kRankPieceElements + (1 << 20));
+  EXPECT_EQ(state(1, 1 << 20).exchange.subgroup_elements, uint64_t{1} << 19);
+  EXPECT_EQ(state(1, 1 << 20).exchange.ranks, 2u);
+  EXPECT_EQ(state(1, 1 << 20).elements, (uint64_t{1} << 20) + 64) << "the state is the first's";
+  // Replicas sum up all of the stage's.
+  const StageState shared = stage_state({{{0, 2, 4}, 2}, 0, 0}, kTiedUnits, 0, 1 << 19);
+  EXPECT_EQ(shared.exchange.elements, uint64_t{2} << 20);
+  EXPECT_EQ(shared.exchange.ranks, 2u);
+
+  // Of a run that was begun so everything is still there, and of another one all of it may go.
+  const Subgroup first{{}, 0, 1 << 20}, second{{}, 1 << 20, 1 << 20}, third{{}, 2 << 20, 1 << 20};
+  EXPECT_TRUE(state(0, 0, {first, second}).is_own);
+  EXPECT_TRUE(state(0, 0, {first, {{}, 1 << 20, (1 << 20) - block}}).is_own);
+  // A division that is only tried: stages before have nothing, and those behind what is left.
+  EXPECT_EQ(stage_state({{{3, 3, 4}, 1}, 1, 0}, kTiedUnits, 0, 1 << 19).elements, 64u);
+  EXPECT_EQ(stage_state({{{0, 0, 4}, 1}, 0, 0}, kTiedUnits, 0, 1 << 19).elements, 0u);
+  for (const auto& held : std::vector<std::vector<Subgroup>>{{first}, {first, second, third}}) {
+    const StageState moved = state(0, 0, held);
+    EXPECT_FALSE(moved.is_own);
+    EXPECT_EQ(moved.exchange.elements, all);
+    EXPECT_EQ(moved.exchange.subgroup_elements, uint64_t{1} << 19);
+    EXPECT_EQ(moved.of_others, held.size() == 3 ? uint64_t{1} << 20 : 0);
+  }
 }
 
 }  // namespace

@@ -27,7 +27,8 @@ struct Phase {
   uint64_t activations = 0;
   uint64_t gradients = 0;
   uint64_t logits = 0;
-  uint64_t total() const { return activations + gradients + logits; }
+  uint64_t sums = 0;  // over micro batches, in f32
+  uint64_t total() const { return activations + gradients + logits + sums; }
 };
 
 /// In backward: the logarithms of the chances, and gradients of them and of the logits, in f32.
@@ -91,14 +92,15 @@ uint64_t batches_of(const TrainingMemoryInput& input) {
 
 /// Sums for each parameter: sums over micro batches in f32 that there are at once, beside what is
 /// added. Most of them are at hand before the tree's last right leaf; a rank's share of the tree
-/// may have such nodes on both sides.
+/// that is not one node may have such nodes on both sides.
 uint64_t sums_of(const TrainingMemoryInput& input) {
   const auto batches = batches_of(input);
   if (batches == 1) return 0;
   if (input.program == TrainingProgram::kPython) return 1;
   if (input.ranks == 1 && !input.sums_by_tree) return 1;
   const auto levels = static_cast<uint64_t>(std::bit_width(batches)) - 1;
-  return input.ranks == 1 ? levels : std::min(batches - 1, 2 * levels);
+  const bool one_node = std::has_single_bit(batches) && input.accumulation % input.ranks == 0;
+  return input.ranks == 1 || one_node ? levels : std::min(batches - 1, 2 * levels);
 }
 
 uint64_t inputs_of(const TrainingMemoryInput& input) {
@@ -173,9 +175,9 @@ Phase peak_of_stream(const TrainingMemoryInput& input) {
   return largest({loss, layer, gradients, embedding});
 }
 
-/// The trainer, where all units stay: a micro batch goes through the units one after another, and
-/// each unit's gradients leave before the next one's are made.
-Phase peak_of_backward(const TrainingMemoryInput& input) {
+/// The trainer, where all units stay, at one moment of a step: a micro batch goes through the units
+/// one after another, and each unit's gradients leave before the next one's are made.
+Phase peak_of_backward(const TrainingMemoryInput& input, const BackwardMoment& moment) {
   const TrainingModel& model = input.model;
   const uint64_t value_bytes = input.value_bytes;
   const uint64_t of_input = input_bytes(input);
@@ -187,10 +189,15 @@ Phase peak_of_backward(const TrainingMemoryInput& input) {
   const uint64_t in_unit = units > 0 && value_bytes == sizeof(float) && model.gated ? of_input : 0;
   const uint64_t of_batch =
       input.recompute ? units * of_input : units * (of_unit + of_input - in_unit);
-  const uint64_t others = (input.in_flight - 1) * of_batch + input.messages * of_input;
+  const uint64_t others = (moment.in_flight - 1) * of_batch + input.messages * of_input;
   const uint64_t kept = of_batch + others;
-  // Sums over micro batches, a tied head's among them, are counted by themselves.
+  // Sums over micro batches, a tied head's among them.
   const bool sums = sums_of(input) > 0;
+  const uint64_t of_matrix = head_elements(model);
+  const uint64_t head_sums = 4 * sums_of(input) * of_matrix;
+  const uint64_t all_sums = 4 * sums_of(input) * (trained_of(model) + (model.tied ? of_matrix : 0));
+  const uint64_t layer_sums = all_sums - head_sums;
+  const uint64_t before = moment.layers_summed ? layer_sums : 0;
   const uint64_t head = head_gradient_bytes(input, /*of_all=*/true);
   const uint64_t tied = model.tied && !sums ? head : 0;
   // A stage gives its gradients when it has sent its last message.
@@ -202,23 +209,43 @@ Phase peak_of_backward(const TrainingMemoryInput& input) {
   const uint64_t of_embedding = frozen ? 0 : value_bytes * input.embedding_elements;
 
   const uint64_t of_head = model.vocabulary == 0 ? 0 : head_input_bytes(input) + of_input;
+  const uint64_t in_head = before + (moment.head_summed ? head_sums : 0);
   const Phase loss{kept + of_head, head_gradient_bytes(input, /*of_all=*/false),
-                   logits_bytes(input)};
+                   logits_bytes(input), in_head};
   // The gradients of a norm that lie between its input's and its result's, in f32.
   const uint64_t of_norm = model.vocabulary == 0 ? 0 : 4 * model.tokens * model.width * 4;
-  const Phase norm{kept + of_head + of_norm, head, 0};
+  const Phase norm{kept + of_head + of_norm, head, 0, in_head};
   // The last unit, whose values are computed once more where they were not kept: its first product
   // in backward...
   const uint64_t again = input.recompute ? of_unit - in_unit : 0;
-  const Phase last{kept + again + of_input + feed_forward_bytes(input),
-                   tied + std::min(trained, value_bytes * model.width * model.mlp_width), 0};
-  // ...and all its gradients; then those of the first units, of which a tied embedding's are added
-  // and cast.
-  const Phase unit{kept + again - of_unit + in_unit + 2 * of_input +
-                       norm_bytes(model, input.program, input.value_bytes),
-                   tied + trained, 0};
-  const Phase first{others + of_input, tied + std::max(all, of_embedding + tied / 2), 0};
-  return largest({loss, norm, last, unit, first});
+  const auto in_layers = [&](uint64_t there, uint64_t summed) {
+    const Phase last{there + again + of_input + feed_forward_bytes(input),
+                     tied + std::min(trained, value_bytes * model.width * model.mlp_width), 0,
+                     summed};
+    // ...and all its gradients.
+    const Phase unit{there + again - of_unit + in_unit + 2 * of_input +
+                         norm_bytes(model, input.program, input.value_bytes),
+                     tied + trained, 0, summed};
+    return largest({last, unit});
+  };
+  // Then those of the first units, of which a tied embedding's are added and cast.
+  const Phase first{others + of_input, tied + std::max(all, of_embedding + tied / 2), 0, all_sums};
+  Phase peak;
+  if (moment.head) peak = largest({loss, norm});
+  if (!moment.layers) return peak;
+  peak = largest({peak, in_layers(kept, before + head_sums), first});
+  if (moment.layers_summed || units == 0) return peak;
+  // The first micro batch's sums are made while its activations go: the first unit comes last.
+  return largest({peak, in_layers(others + of_batch / units, all_sums)});
+}
+
+Phase peak_of_backward(const TrainingMemoryInput& input) {
+  if (input.moments.empty()) return peak_of_backward(input, {});
+  Phase peak;
+  for (const BackwardMoment& moment : input.moments) {
+    peak = largest({peak, peak_of_backward(input, moment)});
+  }
+  return peak;
 }
 
 /// Likewise a model of transformers, whose gradients stay until its step.
@@ -320,10 +347,7 @@ TrainingMemory training_memory(const TrainingMemoryInput& input) {
                                     {"gradients", phase.gradients},
                                     {"activations", phase.activations},
                                     {"logits and their gradients", phase.logits}};
-  if (!python && stay) {
-    const uint64_t summed = trained_of(model) + (model.tied ? head_elements(model) : 0);
-    computing.push_back({"sums of gradients in f32", 4 * sums_of(input) * summed});
-  }
+  computing.push_back({"sums of gradients in f32", phase.sums});
   const uint64_t adapters = value_bytes * model.adapters;
   computing.push_back({"adapters", adapters});
   TrainingMemory memory;

@@ -67,6 +67,15 @@ inline constexpr uint64_t kLoadedLaterBytes = 48'000'000;
 /// Host memory of torch's libraries for GPUs: where there is a GPU, and in every Python process.
 inline constexpr uint64_t kTorchGpuBytes = 243'000'000;
 
+/// A moment of a step at which a micro batch goes back, of a stage of a pipeline.
+struct BackwardMoment {
+  uint64_t in_flight = 1;   // micro batches whose activations there are, with this one
+  bool head = true;         // it goes through the head, if that is here...
+  bool layers = true;       // ...and through all else
+  bool head_summed = true;  // there are sums of gradients of micro batches before it
+  bool layers_summed = true;
+};
+
 struct TrainingMemoryInput {
   TrainingModel model;
   TrainingProgram program = TrainingProgram::kTrain;
@@ -76,8 +85,9 @@ struct TrainingMemoryInput {
   bool recompute = true;                    // activations: only each unit's input is kept
   uint32_t accumulation = 1;                // micro batches of a step
   uint32_t ranks = 1;                       // kTrain: processes that share them
-  uint64_t in_flight = 1;  // kTrain, a stage: micro batches whose activations there are at once...
-  uint64_t messages = 0;   // ...and of other stages' that are on their way, of a unit's input each
+  std::vector<BackwardMoment> moments;  // kTrain, a stage: of a step. Empty: each micro batch goes
+                                        // back before the next one comes
+  uint64_t messages = 0;  // a stage: of micro batches on their way, of a unit's input each
   bool sums_by_tree = false;        // kTrain, one process: it adds gradients as several ranks do
   bool release_gradients = false;   // kPython: each gradient leaves once it is complete
   uint32_t unit_layers = 1;         // kTrain, without `units`: of a unit, at most

@@ -63,6 +63,14 @@ TEST(TrainingMemory, AllWeightsAndGradientsAreOnTheGpu) {
   input.ranks = 2;
   EXPECT_EQ(training_memory(input).accelerator_bytes, once + 4 * sums - 2 * head)
       << "of two micro batches";
+  input.accumulation = 16;
+  input.ranks = 4;
+  EXPECT_EQ(training_memory(input).accelerator_bytes, once + 2 * 4 * sums - 2 * head)
+      << "of four that are a node of the tree";
+  input.accumulation = 14;
+  EXPECT_EQ(training_memory(input).accelerator_bytes, once + 3 * 4 * sums - 2 * head)
+      << "of four that may be none";
+  input.accumulation = 4;
   input.ranks = 4;
   EXPECT_EQ(training_memory(input).accelerator_bytes, once) << "nothing is added";
   input.ranks = 1;
@@ -374,6 +382,27 @@ TEST(TrainingPlan, AutoHasBuffersToMeasureOffloadingAfterAllElse) {
   input.streams = base::Status(ErrorCode::kUnsupported, "nothing can be read", "A test.");
   input.host_limit_bytes = recompute;
   EXPECT_FALSE(plan_training(input)->streams);
+}
+
+TEST(TrainingMemory, AStageHasAtOnceWhatOneMomentHas) {
+  TrainingMemoryInput input;
+  input.model = small_llama();
+  input.accumulation = 4;
+  input.recompute = false;
+  input.messages = 7;
+  const auto at = [&](std::vector<BackwardMoment> moments) {
+    input.moments = std::move(moments);
+    return training_memory(input).host_bytes;
+  };
+  const BackwardMoment first{.in_flight = 4, .head_summed = false, .layers_summed = false};
+  const BackwardMoment second{.in_flight = 3};
+  EXPECT_EQ(at({first, second}), std::max(at({first}), at({second})));
+  EXPECT_LT(at({first, second}), at({{.in_flight = 4}})) << "never all, and all sums";
+  EXPECT_EQ(at({{.in_flight = 1}}), at({})) << "as micro batch after micro batch";
+  // What the first one's sums need is there at its end, with what the others still have.
+  const BackwardMoment alone{.in_flight = 1, .head_summed = false, .layers_summed = false};
+  const uint64_t sums = 4 * (input.model.parameters + input.model.vocabulary * input.model.width);
+  EXPECT_GT(at({alone}), sums + input.process_bytes);
 }
 
 TEST(TrainingPlan, UnitsStayOnTheAcceleratorFirst) {

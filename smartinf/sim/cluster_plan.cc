@@ -692,7 +692,6 @@ class ClusterPlanner {
       for (uint32_t rank = 0; rank < ranks; ++rank) add_rank(option, boxes[rank], 0, need);
       return lacks.empty() ? lacks : fmt::format("{}: {}", cluster_.boxes[least].name, lacks);
     }
-    std::string lacks;
     std::vector<plan::AheadCost> costs;
     for (uint32_t rank = 0; rank < ranks; ++rank) {
       for (uint32_t ahead = 0; ahead <= plan::kPipelineAheadMax; ++ahead) {
@@ -701,14 +700,10 @@ class ClusterPlanner {
         const std::string lack =
             lack_of(option, need_of(option, machine, pipeline_of(option, rank)), machine);
         costs.push_back(lack.empty() ? plan::AheadCost::kKeeps : plan::AheadCost::kDoesNotFit);
-        if (ahead == 0 && !lack.empty() && lacks.empty()) {
-          lacks = fmt::format("{}: {}", cluster_.boxes[boxes[rank]].name, lack);
-        }
       }
     }
-    option.ahead = lacks.empty() ? plan::most_ahead(costs) : 0;
-    place_ranks(option, boxes);
-    return lacks;
+    option.ahead = plan::most_ahead(costs);
+    return place_ranks(option, boxes);
   }
 
   void add_rank(ClusterOption& option, uint32_t box, uint32_t stage, MemoryNeed need) const {

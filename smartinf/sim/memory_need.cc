@@ -1,6 +1,7 @@
 #include "smartinf/sim/memory_need.h"
 
 #include <algorithm>
+#include <functional>
 
 #include <fmt/format.h>
 
@@ -67,14 +68,6 @@ uint64_t cache_bytes(uint64_t parameters, const StepOptions& options) {
   return std::min(options.state_cache_bytes, plan::state_bytes(options.format, planes, parameters));
 }
 
-/// Bytes with which a rank exchanges gradients and weights with the others.
-uint64_t exchange_bytes(uint64_t parameters, const plan::MemoryPlanInput& input,
-                        const StepOptions& options) {
-  if (options.ranks == 1) return 0;
-  const auto memory = plan::plan_memory(input);
-  return memory.ok() ? plan::rank_bytes(parameters, memory->subgroup_elements) : 0;
-}
-
 /// Slots and staging, with as many slots as the machine file says; without a plan the budget.
 uint64_t engine_bytes(const plan::MemoryPlanInput& input, uint64_t parameters,
                       const Machine& machine, const StepOptions& options) {
@@ -89,8 +82,8 @@ uint64_t engine_bytes(const plan::MemoryPlanInput& input, uint64_t parameters,
       drives.slots = std::max<uint32_t>(software.slots, plan::kSlotsEnough);
     }
   }
-  return of_one_rank(plan::buffer_bytes(*memory, parameters, input.devices, drives), machine,
-                     options);
+  const uint64_t bytes = plan::buffer_bytes(*memory, parameters, input.devices, drives);
+  return memory->staging_bytes + of_one_rank(bytes - memory->staging_bytes, machine, options);
 }
 
 /// Why weights cannot come from the devices.
@@ -118,11 +111,15 @@ std::vector<plan::Unit> python_units(const ModelShape& model) {
 }
 
 /// Decides what stays in memory and what streams, from the same inputs as train::plan_run. Sets the
-/// padding of slots in memory. parameters: of the whole model; memory.model is a stage's of so many
-/// chunks, 0: of no pipeline. buffers_budget: engine.memory_budget.
+/// padding of slots in memory. parameters: of the whole model; memory.model is a stage's where
+/// there is a pipeline. state: of a subgroup's elements, what a stage has. buffers_budget:
+/// engine.memory_budget.
+using StateOf = std::function<plan::StageState(uint64_t subgroup_elements)>;
 plan::TrainingPlan place(plan::TrainingMemoryInput& memory, uint64_t parameters,
                          const Machine& machine, const StepOptions& options, const TrainingUse& use,
-                         uint64_t buffers_budget, uint32_t chunks = 0) {
+                         uint64_t buffers_budget, const plan::Pipeline& pipeline = {},
+                         const StateOf& state_of = {}) {
+  const uint32_t chunks = pipeline.on() ? pipeline.stages.chunks : 0;
   plan::TrainingPlanInput input;
   const Software& software = machine.software;
   uint64_t optimizer_bytes = memory.optimizer_bytes;
@@ -150,13 +147,25 @@ plan::TrainingPlan place(plan::TrainingMemoryInput& memory, uint64_t parameters,
     const auto more = [&](uint64_t all) { return all - std::min(all, buffers); };
     input.stream_bytes = more(bytes(false, true));
     input.spill_bytes = more(bytes(true, true));
-    optimizer_bytes = buffers + of_one_rank(cache_bytes(parameters, options), machine, options) +
-                      exchange_bytes(parameters, most, options);
+    optimizer_bytes = buffers + of_one_rank(cache_bytes(parameters, options), machine, options);
+    plan::StageState state;
+    if (const auto planned = plan::plan_memory(most); planned.ok() && options.ranks > 1) {
+      state.exchange = {.elements = parameters,
+                        .ranks = options.ranks,
+                        .subgroup_elements = planned->subgroup_elements};
+      if (chunks > 0) state = state_of(planned->subgroup_elements);
+      state.exchange.value_bytes = memory.value_bytes;
+      optimizer_bytes += plan::rank_bytes(parameters, state.exchange);
+    }
     if (compressed) {
       optimizer_bytes += kCompressionBytes * parameters;
     } else {
       input.gradient_bytes = all_gradient_bytes(
           parameters, chunks > 0 ? memory.model.parameters : 0, machine, options);
+      if (chunks == 1) {
+        input.gradient_bytes =
+            gradient_bytes_of(machine, options) * state.elements / pipeline.stages.replicas;
+      }
       if (software.gradient_spilled) input.gradient_limit_bytes = 0;
       input.gradient_limit_bytes = std::min(input.gradient_limit_bytes, use.gradient_budget);
     }
@@ -248,6 +257,8 @@ MemoryNeed memory_need(const ModelShape& model, const Machine& machine, const St
   if (input.gpu) input.process_bytes += kCudaHostBytes;
   MemoryNeed need;
   input.units = python ? python_units(model) : model.units();
+  const std::vector<plan::Unit> all_units = input.units;
+  const uint64_t tied = input.model.tied ? input.model.vocabulary * input.model.width : 0;
   if (pipeline.on()) plan::take_stage(pipeline, input);
   need.of_stage = pipeline.on();
   need.units = input.units;
@@ -255,7 +266,9 @@ MemoryNeed memory_need(const ModelShape& model, const Machine& machine, const St
   need.plan = use.streamed
                   ? place_streamed(input, machine, options, use, need.memory_budget)
                   : place(input, parameters, machine, options, use, plan::kMemoryBudgetBytes,
-                          pipeline.on() ? pipeline.stages.chunks : 0);
+                          pipeline, [&](uint64_t subgroup_elements) {
+                            return plan::stage_state(pipeline, all_units, tied, subgroup_elements);
+                          });
   const plan::TrainingMemory& memory = need.plan.memory;
   // Processes of several ranks each have a flat buffer of all weights; they share the rest.
   const uint64_t more_ranks = python ? machine.gpu.count - 1 : 0;

@@ -203,12 +203,14 @@ TEST(OneRank, MemoryIsThatOfTheTrainersPlan) {
     return bytes;
   };
   // Buckets, sums, and subgroups on their way; of the buffers and gradients the half.
-  EXPECT_EQ(plan::rank_bytes(p, 1 << 20),
-            7 * (8u << 20) + 4 * ((1u << 20) + (1u << 17)) + 4 * ((4u << 20) + 2048));
+  const plan::RankExchange exchange{
+      .elements = p, .ranks = 2, .subgroup_elements = 1 << 20, .value_bytes = 2};
+  EXPECT_EQ(plan::rank_bytes(p, exchange),
+            5 * (8u << 20) + 4 * ((1u << 20) + (1u << 17)) + 4 * ((2u << 20) + 2048));
   const uint64_t gradients = 2 * p;
   const char* optimizer = "optimizer: buffers and gradients";
   EXPECT_LT(part(two, optimizer), part(one, optimizer));
-  EXPECT_GT(part(two, optimizer), gradients / 2 + plan::rank_bytes(p, 1 << 20));
+  EXPECT_GT(part(two, optimizer), gradients / 2 + plan::rank_bytes(p, exchange));
   EXPECT_EQ(two.drive_bytes, 2 * 12 * ((p + 7) / 8)) << "eight devices";
   machine.host.memory_bytes = 8'000'000'000;
   EXPECT_EQ(host_limit_bytes(machine, ranks(2, 1, 4)), 4'000'000'000u);

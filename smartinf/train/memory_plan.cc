@@ -1,6 +1,7 @@
 #include "smartinf/train/memory_plan.h"
 
 #include <algorithm>
+#include <map>
 
 #include <fmt/format.h>
 
@@ -87,6 +88,21 @@ uint64_t table_bytes(const model::Architecture& model, const Options& options,
   return share(bytes + sent) + base::divide_up(tokens, world) * of_token + sent / world;
 }
 
+/// The part of the rank with the most devices of a stage, of bytes that are for all of these.
+uint64_t share_of_stage(const engine::UpdaterOptions& updater, const plan::Pipeline& pipeline,
+                        uint64_t bytes) {
+  std::map<uint32_t, uint64_t> devices;  // by rank
+  for (const engine::DeviceOptions& device : updater.devices) {
+    if (pipeline.stages.of_rank(device.rank) == pipeline.stage()) ++devices[device.rank];
+  }
+  uint64_t all = 0, most = 0;
+  for (const auto& [rank, count] : devices) {
+    all += count;
+    most = std::max(most, count);
+  }
+  return all == 0 ? bytes : plan::share_of_devices(bytes, most, all);
+}
+
 }  // namespace
 
 plan::DeviceSharing device_sharing(const engine::UpdaterOptions& updater, uint32_t world) {
@@ -119,6 +135,7 @@ base::Result<plan::TrainingPlan> plan_run(const model::Architecture& model, cons
           ? accelerator.taken_bytes + memory.value_bytes * memory.gradient_copies_elements
           : 0;
   memory.process_bytes = limits.resident_bytes + plan::kLoadedLaterBytes + beside;
+  std::optional<uint64_t> of_stage;  // gradients, where its state is its own
   if (options.train.where == OptimizerWhere::kMemory) {
     memory.optimizer_bytes = 16 * space.count();
     memory.measures_drives = false;
@@ -128,6 +145,8 @@ base::Result<plan::TrainingPlan> plan_run(const model::Architecture& model, cons
     const auto share = [&](uint64_t bytes) {
       return world == 1 ? bytes : plan::share_of_devices(bytes, sharing.most, devices);
     };
+    const uint64_t gradient_bytes = base::data_type_bytes(updater.gradient_type);
+    input.gradient_bytes = share(space.count() * gradient_bytes);
     const std::optional<uint64_t> in_flight = engine::known_in_flight_bytes(updater);
     const auto buffers_of = [&](bool streams, bool spills) -> base::Result<Buffers> {
       engine::UpdaterOptions asked = updater;
@@ -140,8 +159,9 @@ base::Result<plan::TrainingPlan> plan_run(const model::Architecture& model, cons
       if (in_flight && engine::gradient_spill_bytes(asked, space) == 0) {
         drives.in_flight_bytes = *in_flight;
       }
+      const uint64_t bytes = plan::buffer_bytes(planned, space.count(), devices, drives);
       return Buffers{planned.subgroup_elements,
-                     share(plan::buffer_bytes(planned, space.count(), devices, drives))};
+                     planned.staging_bytes + share(bytes - planned.staging_bytes)};
     };
     SI_ASSIGN_OR_RETURN(const Buffers usual, buffers_of(false, false));
     SI_ASSIGN_OR_RETURN(const Buffers streaming, buffers_of(true, false));
@@ -154,7 +174,23 @@ base::Result<plan::TrainingPlan> plan_run(const model::Architecture& model, cons
       memory.optimizer_bytes += table_bytes(model, options, updater, world, share);
     }
     if (world > 1) {
-      memory.optimizer_bytes += plan::rank_bytes(space.count(), buffers.subgroup_elements);
+      plan::RankExchange exchange{.elements = space.count(),
+                                  .ranks = world,
+                                  .subgroup_elements = buffers.subgroup_elements};
+      if (pipeline.on() && options.lora.on()) exchange.ranks = 0;
+      if (pipeline.on() && !options.lora.on()) {
+        const plan::StageState state =
+            plan::stage_state(pipeline, model::make_units(model),
+                              model.tied_head ? uint64_t{model.vocabulary} * model.width : 0,
+                              buffers.subgroup_elements, limits.held);
+        exchange = state.exchange;
+        memory.optimizer_bytes += memory.value_bytes * state.of_others;
+        if (state.is_own && pipeline.stages.chunks == 1) {
+          of_stage = share_of_stage(updater, pipeline, state.elements * gradient_bytes);
+        }
+      }
+      exchange.value_bytes = memory.value_bytes;
+      memory.optimizer_bytes += plan::rank_bytes(space.count(), exchange);
     }
     memory.measures_drives = !in_flight || (devices > 1 && !engine::rates_are_known(updater));
     memory.slot_padding_bytes =
@@ -163,7 +199,6 @@ base::Result<plan::TrainingPlan> plan_run(const model::Architecture& model, cons
                        : plan::slot_padding_elements(memory.units, buffers.subgroup_elements));
     if (options.lora.on())
       memory.slot_padding_bytes = 2 * kFrozenPieceElements * memory.value_bytes;
-    input.gradient_bytes = share(space.count() * base::data_type_bytes(updater.gradient_type));
     input.gradient_limit_bytes = share(updater.gradient_budget_bytes);
     input.spools = sharing.all_have_one;
     if (!input.spools && options.memory.activations == plan::Activations::kOffload) {
@@ -181,10 +216,9 @@ base::Result<plan::TrainingPlan> plan_run(const model::Architecture& model, cons
   input.activations = options.memory.activations;
   input.streams = can_stream(options, updater);
   if (pipeline.on()) {
-    input.gradient_bytes = std::max<uint64_t>(
-        input.gradient_bytes,
-        base::data_type_bytes(updater.gradient_type) *
-            (options.lora.on() ? memory.model.adapters : memory.model.parameters));
+    const uint64_t trained = options.lora.on() ? memory.model.adapters : memory.model.parameters;
+    input.gradient_bytes = of_stage.value_or(std::max<uint64_t>(
+        input.gradient_bytes, base::data_type_bytes(updater.gradient_type) * trained));
     input.spools = false;
     // Subgroups in which a chunk meets those of other stages.
     memory.optimizer_bytes += (pipeline.stages.chunks - 1) * memory.slot_padding_bytes;

@@ -34,6 +34,8 @@ struct MemoryLimits {
   uint64_t host_bytes = 0;      // of the whole process
   uint64_t accelerator_bytes = 0;
   AcceleratorMemory accelerator;
+  /// Of a run that goes on, of a stage: what its ranks' devices have of the state.
+  std::vector<plan::Subgroup> held;
 };
 MemoryLimits memory_limits(const MemoryOptions& options, const AcceleratorMemory& accelerator,
                            uint32_t local_world = 1);

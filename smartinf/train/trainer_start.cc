@@ -555,6 +555,35 @@ Status check_early(const Job& job) {
                 "Set it to \"auto\" or \"late\"");
 }
 
+/// What the devices of this rank's stage have of the state of a run that goes on.
+Result<std::vector<plan::Subgroup>> held_by_stage(const Job& job, const plan::Pipeline& pipeline) {
+  std::vector<plan::Subgroup> held;
+  engine::UpdaterOptions own = job.updater;
+  if (!job.choice.start_over.empty()) own.devices.clear();
+  std::erase_if(own.devices, [&](const auto& one) { return one.rank != job.ranks.rank(); });
+  for (const auto& source : engine::local_sources(own)) {
+    const auto state = source->peek();
+    if (!state.ok() || !*state || !(*state)->initialized) continue;
+    const auto snapshot = source->snapshot(storage::ReaderLock::kLeave);
+    if (!snapshot.ok()) continue;
+    for (const storage::StoredSubgroup& one : (*snapshot)->layout().subgroups) {
+      held.push_back({one.id, one.first_element, one.count});
+    }
+  }
+  const std::vector<uint64_t> count{held.size()};
+  SI_ASSIGN_OR_RETURN(const std::vector<uint64_t> counts, job.ranks.all<uint64_t>(count));
+  const uint64_t most = *std::ranges::max_element(counts);
+  held.resize(most);
+  SI_ASSIGN_OR_RETURN(const std::vector<plan::Subgroup> all, job.ranks.all<plan::Subgroup>(held));
+  held.clear();
+  for (uint32_t rank = 0; rank < job.ranks.world(); ++rank) {
+    if (pipeline.stages.of_rank(rank) != pipeline.stage()) continue;
+    const auto first = all.begin() + static_cast<std::ptrdiff_t>(rank * most);
+    held.insert(held.end(), first, first + static_cast<std::ptrdiff_t>(counts[rank]));
+  }
+  return held;
+}
+
 /// Stages whose weights come from the devices: of the fewest chunks that all ranks have memory for,
 /// or of ranks.chunks.
 Result<plan::TrainingPlan> plan_chunks(const Job& job, const Options& options,
@@ -659,7 +688,10 @@ Result<plan::TrainingPlan> plan_stage(const Job& job, const Options& options,
     }
     SI_ASSIGN_OR_RETURN(const auto all, job.ranks.all<plan::AheadCost>(mine));
     pipeline.ahead = plan::most_ahead(all);
-    resident = std::ranges::none_of(all, [](auto cost) { return cost == kDoesNotFit; });
+    resident = true;
+    for (size_t last = plan::kPipelineAheadMax; last < all.size(); last += plans.size()) {
+      resident = resident && all[last] != kDoesNotFit;
+    }
     return Status();
   };
   SI_RETURN_IF_ERROR(plan_all());
@@ -674,7 +706,7 @@ Result<plan::TrainingPlan> plan_stage(const Job& job, const Options& options,
   if (options.ranks.chunks > 1 || (!resident && may_loop)) {
     return plan_chunks(job, options, model, space, limits, pipeline);
   }
-  SI_RETURN_IF_ERROR(job.ranks.all_ok("plan of a stage", plans.front().status()));
+  SI_RETURN_IF_ERROR(job.ranks.all_ok("plan of a stage", plans[pipeline.ahead].status()));
   return std::move(plans[pipeline.ahead]);
 }
 
@@ -782,6 +814,7 @@ Result<Prepared> prepare(const Job& job) {
         memory_limits(options.memory, memory_of(accelerator), job.ranks.local_world());
     SI_ASSIGN_OR_RETURN(const MemoryLimits least, least_of_ranks(limits, job.ranks));
     if (pipeline.stages.replicas > 1) limits = least;  // replicas bring the same weights
+    SI_ASSIGN_OR_RETURN(limits.held, held_by_stage(job, pipeline));
     SI_ASSIGN_OR_RETURN(plan, plan_stage(job, options, model, space, limits, pipeline));
     SI_ASSIGN_OR_RETURN(stage_lines, describe_stages(pipeline, plan, model, options, job.ranks));
   } else if (job.plan.has_value()) {

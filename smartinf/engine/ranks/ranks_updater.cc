@@ -502,7 +502,9 @@ UpdaterTraffic RanksUpdater::traffic() const {
 }
 
 uint64_t RanksUpdater::memory_bytes() const {
-  uint64_t bytes = here_->memory_bytes() + plan::rank_bytes(space().count(), subgroup_elements());
+  const plan::RankExchange exchange{
+      .elements = space().count(), .ranks = 0, .subgroup_elements = subgroup_elements()};
+  uint64_t bytes = here_->memory_bytes() + plan::rank_bytes(space().count(), exchange);
   for (const auto& [subgroup, memory] : for_others_) bytes += memory.size();
   return bytes;
 }

@@ -542,9 +542,11 @@ Result<uint64_t> Distillation::steps_at_once() const {
   // What autograd keeps of one layer and micro batch: about so many rows.
   const uint64_t kept_bytes =
       4 * rows * (16 * uint64_t{model.width} + 4 * uint64_t{model.mlp_width});
+  const plan::RankExchange exchange{.elements = layer_elements,
+                                    .subgroup_elements = layer_elements};
   const uint64_t beside = limits.resident_bytes + layer_bytes + student_bytes + head_bytes +
                           kept_bytes + job_.updater.memory_budget_bytes +
-                          (group_.alone() ? 0 : plan::rank_bytes(layer_elements, layer_elements));
+                          (group_.alone() ? 0 : plan::rank_bytes(layer_elements, exchange));
   const bool own = job_.distill.inputs == BlockInputs::kStudent;
   const uint64_t sets = own ? 3 : (ranks.alone() ? 2 : end_ - begin_ + 1);
   const uint64_t of_step = sets * mine().size() * rows * model.width * value_bytes;

@@ -61,21 +61,27 @@ base::Result<std::unique_ptr<GradientMemory>> GradientMemory::create(
             : entry.count * element_bytes;
     return base::round_up(bytes, kAlignment);
   };
+  // Subgroups of a block, where stages of a pipeline meet, are incomplete until both have computed.
+  uint64_t most = 0;
+  for (const Entry& entry : made->entries_) most = std::max(most, entry.count);
   uint64_t total = 0;
-  size_t in_memory = 0;
-  for (; in_memory < made->entries_.size(); ++in_memory) {
-    const uint64_t bytes = room(made->entries_[in_memory]);
-    if (total + bytes > budget_bytes) break;
-    total += bytes;
-  }
-  if (compressed_block_bytes > 0 && in_memory < made->entries_.size()) {
-    return base::Status(
-        base::ErrorCode::kOutOfMemory,
-        "compressed gradients do not fit their budget of " + base::format_bytes(budget_bytes),
-        "Raise the gradient budget or lower the density of the compression.");
-  }
-  for (size_t i = in_memory; i < made->entries_.size(); ++i) {
-    Entry& entry = made->entries_[i];
+  bool full = false;
+  std::vector<Entry*> in_memory;
+  for (Entry& entry : made->entries_) {
+    const uint64_t bytes = room(entry);
+    full = full || total + bytes > budget_bytes;
+    const bool is_cut = entry.count <= base::kBlockElements && entry.count < most;
+    if (!full || (is_cut && layout.gradient_spill_bytes != 0)) {
+      total += bytes;
+      in_memory.push_back(&entry);
+      continue;
+    }
+    if (compressed_block_bytes > 0) {
+      return base::Status(
+          base::ErrorCode::kOutOfMemory,
+          "compressed gradients do not fit their budget of " + base::format_bytes(budget_bytes),
+          "Raise the gradient budget or lower the density of the compression.");
+    }
     entry.block_checksums.resize(base::divide_up(entry.count, base::kBlockElements));
     made->buffer_bytes_ = std::max(made->buffer_bytes_,
                                    base::round_up(entry.count * element_bytes, base::kIoAlignment));
@@ -101,11 +107,10 @@ base::Result<std::unique_ptr<GradientMemory>> GradientMemory::create(
   if (total > 0) {
     SI_ASSIGN_OR_RETURN(made->memory_, base::AlignedBuffer::allocate(total));
     uint64_t offset = 0;
-    for (size_t i = 0; i < in_memory; ++i) {
-      Entry& entry = made->entries_[i];
-      entry.memory = made->memory_.data() + offset;
-      offset += room(entry);
-      entry.room_bytes = room(entry);
+    for (Entry* const entry : in_memory) {
+      entry->memory = made->memory_.data() + offset;
+      entry->room_bytes = room(*entry);
+      offset += entry->room_bytes;
     }
   }
   return made;

@@ -42,10 +42,11 @@ class GradientMemory {
   };
 
   /// Keeps as many of the first subgroups in memory as `budget_bytes` holds: backward completes
-  /// them last, so their update finds them there. Errors: kOutOfMemory when not all fit and the
-  /// layout has no spill area; kMismatch when the spill area was made for another type.
-  /// compressed_block_bytes above 0: for put_compressed() instead of put(), all of it in memory;
-  /// matrices: LocalDeviceOptions::matrices.
+  /// them last, so their update finds them there. Beyond the budget those that plan::cut_by_stage()
+  /// made of a block: they are incomplete for long, and would take the buffers from all others.
+  /// Errors: kOutOfMemory when not all fit and the layout has no spill area; kMismatch when the
+  /// spill area was made for another type. compressed_block_bytes above 0: for put_compressed()
+  /// instead of put(), all of it in memory; matrices: LocalDeviceOptions::matrices.
   static base::Result<std::unique_ptr<GradientMemory>> create(
       const storage::StoreLayout& layout, base::DataType type, uint64_t budget_bytes,
       bool checksums, uint64_t compressed_block_bytes = 0,

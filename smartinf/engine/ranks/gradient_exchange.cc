@@ -84,20 +84,22 @@ void GradientExchange::put(std::span<const Piece> pieces, uint64_t first, const 
       nodes.push_back(static_cast<const std::byte*>(sums.nodes[next++]) +
                       (piece.first - first) * base::data_type_bytes(node.type));
     }
-    const std::optional<uint32_t> rank = only_rank(piece, format);
-    if (!rank) add({piece, &format, std::move(nodes), {}});
-    if (rank == ranks_->rank()) home.push_back({piece, &format, std::move(nodes), {}});
+    if (format.only == ranks_->rank()) {
+      layout_.visit_parts(piece, [&](uint32_t rank, const GradientPart& part) {
+        if (rank != ranks_->rank()) return;
+        Received& received = home.emplace_back(Received{part, &format, nodes, {}});
+        for (size_t n = 0; n < nodes.size(); ++n) {
+          received.nodes[n] +=
+              (part.first - piece.first) * base::data_type_bytes(format.nodes[n].type);
+        }
+      });
+    }
+    bool is_sent = false;
+    visit_sent(piece, format, [&](uint32_t, const GradientPart&) { is_sent = true; });
+    if (is_sent) add({piece, &format, std::move(nodes), {}});
   }
   keep_values();
   put_home(home);
-}
-
-std::optional<uint32_t> GradientExchange::only_rank(const Piece& piece,
-                                                    const SumFormat& format) const {
-  const uint32_t one = layout_.measuring_rank(piece.first);
-  bool only = format.nodes_of(one) == format.nodes.size();
-  layout_.visit_parts(piece, [&](uint32_t rank, const GradientPart&) { only &= rank == one; });
-  return only ? std::optional(one) : std::nullopt;
 }
 
 void GradientExchange::put_home(std::span<const Received> parts) {
@@ -111,7 +113,7 @@ void GradientExchange::put_home(std::span<const Received> parts) {
 void GradientExchange::add(Segment segment) {
   uint64_t elements = 0;
   std::vector<uint64_t> received(ranks_->world(), 0);
-  layout_.visit_parts(segment.piece, [&](uint32_t rank, const GradientPart& part) {
+  visit_sent(segment.piece, *segment.format, [&](uint32_t rank, const GradientPart& part) {
     elements += part.count;
     received[rank] += part.count * segment.format->bytes_of_all;
   });
@@ -219,7 +221,7 @@ void GradientExchange::lay_out(Bucket& bucket) {
   bucket.receive_bytes.assign(ranks_->world(), 0);
   for (const Segment& segment : open_) {
     bucket.pieces.emplace_back(segment.piece, segment.format);
-    layout_.visit_parts(segment.piece, [&](uint32_t rank, const GradientPart& part) {
+    visit_sent(segment.piece, *segment.format, [&](uint32_t rank, const GradientPart& part) {
       const auto bytes = [&](uint32_t from) {
         return part_bytes(from, segment.piece, *segment.format, part.count);
       };
@@ -247,7 +249,7 @@ void GradientExchange::fill(Bucket& bucket) {
   }
   at[ranks_->rank()] = bucket.own_at;
   for (const Segment& segment : open_) {
-    layout_.visit_parts(segment.piece, [&](uint32_t rank, const GradientPart& part) {
+    visit_sent(segment.piece, *segment.format, [&](uint32_t rank, const GradientPart& part) {
       if (compresses(segment.piece, *segment.format)) {
         const uint64_t bytes =
             part_bytes(ranks_->rank(), segment.piece, *segment.format, part.count);
@@ -349,7 +351,7 @@ std::vector<GradientExchange::Received> GradientExchange::received_in(const Buck
   at[here] = bucket.send.data() + bucket.own_at;
   std::vector<Received> parts;
   for (const auto& [piece, format] : bucket.pieces) {
-    layout_.visit_parts(piece, [&, format = format](uint32_t rank, const GradientPart& part) {
+    visit_sent(piece, *format, [&, format = format](uint32_t rank, const GradientPart& part) {
       if (rank != here) return;
       Received& received = parts.emplace_back(Received{part, format, {}, {}});
       if (compresses(piece, *format)) {

@@ -4,7 +4,9 @@
 //
 // Spans are collected into buckets, which all ranks cut alike, and each bucket is one all_to_all. A
 // thread takes the buckets as they arrive, so that the caller goes on with its backward. What one
-// rank alone has summed for devices of its own goes to them at once, and nobody waits for that.
+// rank alone has summed for devices of its own goes to them at once, and nobody waits for that:
+// where stages meet a piece has parts of both kinds, and its subgroups would be incomplete until a
+// bucket is full.
 //
 // Replicas may send their sums compressed (compressed_sums.h): a message of each piece in the place
 // of the sums, and what all of them say is added up in the order of the ranks.
@@ -88,9 +90,14 @@ class GradientExchange {
     std::unique_ptr<Collectives::Pending> pending;
   };
 
-  /// The rank that has all nodes and gets all parts of a piece; none: several take part.
-  std::optional<uint32_t> only_rank(const GradientTracker::Piece& piece,
-                                    const SumFormat& format) const;
+  /// Parts that go by buckets: not those that the only rank with sums has devices for.
+  template <typename Visit>
+  void visit_sent(const GradientTracker::Piece& piece, const SumFormat& format,
+                  const Visit& visit) const {
+    layout_.visit_parts(piece, [&](uint32_t rank, const GradientPart& part) {
+      if (format.only != rank) visit(rank, part);
+    });
+  }
   void put_home(std::span<const Received> parts);
   /// Whether each rank sends its sum of a piece in a message.
   bool compresses(const GradientTracker::Piece& piece, const SumFormat& format) const;

@@ -29,6 +29,8 @@ SumFormat SumFormat::make(uint64_t micro_batches, base::DataType type, uint32_t 
     SI_CHECK(sum.sums().size() == 1, "micro batches that are not added up");
     if (below > 0) ++format.nodes.back().added;
   }
+  const uint32_t one = format.nodes.front().rank;
+  if (format.nodes_of(one) == format.nodes.size()) format.only = one;
   format.bytes_max = *std::max_element(format.bytes.begin(), format.bytes.end());
   return format;
 }

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <optional>
 #include <span>
 #include <tuple>
 #include <vector>
@@ -40,7 +41,8 @@ struct SumFormat {
   std::vector<uint64_t> bytes;  // for one element, of each rank's nodes
   uint64_t bytes_max = 0;       // of any rank
   uint64_t bytes_of_all = 0;
-  bool replicated = false;  // several ranks share the micro batches of every tree
+  std::optional<uint32_t> only;  // the rank that has all nodes
+  bool replicated = false;       // several ranks share the micro batches of every tree
   uint32_t last_stage = 0;  // of those that have a tree
 
   /// trees: who has each (GradientSums::trees).

@@ -65,10 +65,6 @@ class ModelWeights {
   }
   /// An update goes on only as the forward asks for its weights.
   bool updates_follow_forward() const { return adapters_ == nullptr && stream_->streams(); }
-  /// Seconds that the caller has waited for weights.
-  double waited_s() const {
-    return stream_->waited_s() + (adapters_ != nullptr ? adapters_->waited_s() : 0);
-  }
 
  private:
   const CopyStreams copies_;

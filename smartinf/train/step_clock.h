@@ -9,7 +9,7 @@
 
 namespace smartinf::train {
 
-/// waited_s: seconds waited for weights, of all time (ModelWeights::waited_s).
+/// waited_s: seconds waited for weights, of all time (UnitPass::waited_s).
 /// Threads: one caller. A step: begin, passed ..., update_begins, updated, report.
 class StepClock {
  public:
@@ -17,12 +17,12 @@ class StepClock {
     begin_ns_ = base::now_ns();
     weights_waited_s_ = waited_s;
   }
-  /// A pass has ended, which began at forward_ns and waited for weights pass_waited_s.
+  /// A pass has ended, which began at forward_ns and waited for weights so long in each direction.
   void passed(StepReport& report, uint64_t forward_ns, uint64_t backward_ns,
-              double pass_waited_s) const {
+              double forward_waited_s, double backward_waited_s) const {
     const uint64_t end_ns = base::now_ns();
-    report.forward_s += static_cast<double>(backward_ns - forward_ns) * 1e-9 - pass_waited_s;
-    report.backward_s += static_cast<double>(end_ns - backward_ns) * 1e-9;
+    report.forward_s += static_cast<double>(backward_ns - forward_ns) * 1e-9 - forward_waited_s;
+    report.backward_s += static_cast<double>(end_ns - backward_ns) * 1e-9 - backward_waited_s;
     report.phases.push_back({"forward", forward_ns, backward_ns});
     report.phases.push_back({"backward", backward_ns, end_ns});
   }

@@ -28,7 +28,7 @@ struct StepReport {
 
   double began_s = 0;    // seconds since 1970
   double seconds = 0;    // the whole step
-  double forward_s = 0;  // without what it waited for weights
+  double forward_s = 0;  // without what it waited for weights; backward_s likewise
   double backward_s = 0;
   double update_s = 0;   // all else: gradients handed over, updates waited for
   double pipeline_wait_s = 0;  // for other stages' messages; in none of the others

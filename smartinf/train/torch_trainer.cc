@@ -25,7 +25,7 @@ Result<StepReport> TorchTrainer::train_step(std::stop_token stop) {
   return together("training step", [&]() -> Result<StepReport> {
     StepReport report = begin_report();
     SI_RETURN_IF_ERROR(begin_layer_stats());
-    clock_.begin(weights_.waited_s());
+    clock_.begin(pass_->waited_s());
     const uint64_t first_window = run_.position.windows;
     const auto batches = next_batches(stop, report.targets);
     Status computed = batches.status();
@@ -72,7 +72,7 @@ StepReport TorchTrainer::begin_report() const {
 
 void TorchTrainer::complete_report(StepReport& report, const engine::GradientSummary& summary) {
   clock_.updated();
-  clock_.report(report, weights_.waited_s());
+  clock_.report(report, pass_->waited_s());
   report.overlap = base::enum_name(overlap_.now());
   report.wrong_guess = overlap_.now() == Overlap::kEarly && clip_factor(summary) != 1;
   overlap_.stepped(report);
@@ -153,7 +153,7 @@ Status TorchTrainer::compute_gradients(std::span<const Batch> batches, const std
   for (size_t i = 0; i < batches.size(); i += at_once) {
     const std::span<const Batch> together = batches.subspan(i, at_once);
     const uint64_t forward_ns = base::now_ns();
-    const double waited_s = weights_.waited_s();
+    const double waited_s = pass_->waited_s();
     pass.first = mine_.begin + i;
     if (weights_.model().table() != nullptr) {
       pass.tokens_behind_BT = i + at_once < batches.size() ? batches[i + at_once].tokens_BT
@@ -164,7 +164,9 @@ Status TorchTrainer::compute_gradients(std::span<const Batch> batches, const std
     pass.times_forward = offload_choice_ && !offload_choice_->decided();
     for (const double loss : pass_->train(together, pass)) losses.push_back(loss);
     if (link != nullptr) break;
-    clock_.passed(report, forward_ns, pass_->backward_began_ns(), weights_.waited_s() - waited_s);
+    const double forward_waited_s = pass_->backward_began_waited_s() - waited_s;
+    clock_.passed(report, forward_ns, pass_->backward_began_ns(), forward_waited_s,
+                  pass_->waited_s() - waited_s - forward_waited_s);
   }
   if (link != nullptr) {
     for (const Phase& phase : pass_->stage_phases()) {

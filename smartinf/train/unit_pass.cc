@@ -172,6 +172,7 @@ std::vector<double> UnitPass::train(std::span<const Batch> batches, const Option
     guard.synchronizeStream(guard.getStream(device));
   }
   backward_began_ns_ = base::now_ns();
+  backward_began_waited_s_ = waited_s();
   const Head head = get_head();
   std::vector<double> losses;
   for (size_t i = 0; i < batches.size(); ++i) losses.push_back(head_of(head, i));

@@ -140,8 +140,13 @@ class UnitPass {
   /// Null where nothing is offloaded.
   SpooledBuffers* saved() { return saved_ ? &*saved_ : nullptr; }
 
-  /// When train() last went from forward to backward, on the monotonic clock.
+  /// Seconds that it has waited for weights, in all passes.
+  double waited_s() const {
+    return stream_.waited_s() + (adapters_ != nullptr ? adapters_->waited_s() : 0);
+  }
+  /// When train() last went from forward to backward, on the monotonic clock, and waited_s() then.
   uint64_t backward_began_ns() const { return backward_began_ns_; }
+  double backward_began_waited_s() const { return backward_began_waited_s_; }
   /// What a stage computed in the last train().
   std::span<const Phase> stage_phases() const { return stage_phases_; }
   /// Null without a pipeline.
@@ -199,6 +204,7 @@ class UnitPass {
   const bool recompute_;
   std::optional<Stage> stage_;
   uint64_t backward_began_ns_ = 0;
+  double backward_began_waited_s_ = 0;
   std::vector<Phase> stage_phases_;
 
   // State of the pass in progress.

@@ -55,6 +55,8 @@ class Stream(StreamCase):
             self.assertGreater(following["update_s"], 0.8 * written / rate, step)
             self.assertGreater(following["exposed_s"], 0.8 * written / rate, step)
             self.assertGreaterEqual(following["seconds"], following["update_s"])
+            # Each without its own waiting for weights.
+            self.assertGreater(min(following["forward_s"], following["backward_s"]), 0)
 
     @unittest.skipUnless(ALL, "where memory changes between starts, they end by an interrupt")
     def test_interrupts_stop_at_a_committed_step(self):

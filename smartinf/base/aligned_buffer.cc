@@ -35,6 +35,15 @@ Result<AlignedBuffer> AlignedBuffer::allocate(uint64_t size_bytes, uint64_t alig
   return AlignedBuffer(start, mapped);
 }
 
+bool AlignedBuffer::resize(uint64_t size_bytes) {
+  const uint64_t mapped = round_up(size_bytes, kPageBytes);
+  if (data_ == nullptr || mapped == 0) return false;
+  if (mremap(data_, size_bytes_, mapped, 0) == MAP_FAILED) return false;
+  size_bytes_ = mapped;
+  if (mapped >= kHugePageBytes) (void)madvise(data_, mapped, MADV_HUGEPAGE);
+  return true;
+}
+
 AlignedBuffer::AlignedBuffer(AlignedBuffer&& other) noexcept
     : data_(std::exchange(other.data_, nullptr)),
       size_bytes_(std::exchange(other.size_bytes_, 0)) {}

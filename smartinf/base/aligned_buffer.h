@@ -20,6 +20,10 @@ class AlignedBuffer {
   /// two. Errors: kOutOfMemory with the size asked for and the limit that was met.
   static Result<AlignedBuffer> allocate(uint64_t size_bytes, uint64_t alignment = kPageBytes);
 
+  /// Makes it longer or shorter where it is, with what it holds of both; new memory is zeroed.
+  /// False where there is no room behind it: it stays as it was.
+  bool resize(uint64_t size_bytes);
+
   AlignedBuffer(AlignedBuffer&& other) noexcept;
   AlignedBuffer& operator=(AlignedBuffer&& other) noexcept;
   AlignedBuffer(const AlignedBuffer&) = delete;

@@ -33,5 +33,24 @@ TEST(AlignedBuffer, TooMuchIsAStatusThatNamesTheSize) {
   EXPECT_NE(buffer.status().to_string().find("PiB"), std::string::npos);
 }
 
+TEST(AlignedBuffer, ResizesWhereItIs) {
+  auto made = AlignedBuffer::allocate(3 * kHugePageBytes, kHugePageBytes);
+  ASSERT_TRUE(made.ok());
+  std::byte* const data = made->data();
+  data[5] = std::byte{7};
+  ASSERT_TRUE(made->resize(kPageBytes + 1));
+  EXPECT_EQ(made->size(), 2 * kPageBytes);
+  EXPECT_EQ(made->data(), data);
+  EXPECT_EQ(data[5], std::byte{7});
+  // Nothing lies behind it now but what it had before, unless another thread has mapped that.
+  if (made->resize(2 * kHugePageBytes)) {
+    EXPECT_EQ(made->size(), 2 * kHugePageBytes);
+    EXPECT_EQ(data[made->size() - 1], std::byte{0});
+  }
+  EXPECT_EQ(data[5], std::byte{7});
+  EXPECT_FALSE(made->resize(0));
+  EXPECT_FALSE(AlignedBuffer().resize(kPageBytes));
+}
+
 }  // namespace
 }  // namespace smartinf::base

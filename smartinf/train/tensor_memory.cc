@@ -9,6 +9,7 @@
 #include <mutex>
 #include <unordered_map>
 #include <utility>
+#include <vector>
 
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
@@ -23,7 +24,8 @@ std::atomic<size_t> own_pages_bytes = size_t{1} << 20;  // from here on
 
 // Freed pages wait here for the next tensor of the same size, as long as all pages together are no
 // more than tensors have once needed at the same time: a step makes the tensors of the step before,
-// and the system is spared clearing pages for them. What waits never adds to the peak.
+// and the system is spared clearing pages for them. What waits never adds to the peak. Pages that
+// are given up for a tensor of another size become its own as far as they go.
 class PagePool {
  public:
   // Null when the system has no more.
@@ -40,13 +42,21 @@ class PagePool {
       waiting_bytes_ -= bytes;
     } else {
       const uint64_t needed = std::max(needed_, in_use_bytes_ + bytes);
+      std::vector<base::AlignedBuffer> given_up;
       while (in_use_bytes_ + waiting_bytes_ + bytes > needed) {
         waiting_bytes_ -= waiting_.front().size();
+        given_up.push_back(std::move(waiting_.front()));
         waiting_.pop_front();
       }
-      auto mapped = base::AlignedBuffer::allocate(bytes, base::kHugePageBytes);
-      if (!mapped.ok()) return nullptr;
-      pages = std::move(*mapped);
+      const auto most = std::ranges::max_element(given_up, {}, &base::AlignedBuffer::size);
+      if (most != given_up.end() && most->resize(bytes)) {
+        pages = std::move(*most);
+      } else {
+        given_up.clear();
+        auto mapped = base::AlignedBuffer::allocate(bytes, base::kHugePageBytes);
+        if (!mapped.ok()) return nullptr;
+        pages = std::move(*mapped);
+      }
       needed_ = needed;
     }
     in_use_bytes_ += bytes;

@@ -47,6 +47,14 @@ TEST_F(TensorMemory, PagesWaitForTheNextTensorOfTheirSize) {
   EXPECT_EQ(other.sum().item<int64_t>(), 8 * kMiB - 5000);
 }
 
+TEST_F(TensorMemory, PagesGivenUpForAnotherSizeAreItsOwn) {
+  const void* first = bytes(8 * kMiB).const_data_ptr();
+  const torch::Tensor shorter = bytes(5 * kMiB);
+  EXPECT_EQ(shorter.const_data_ptr(), first);
+  EXPECT_EQ(shorter.sum(torch::kInt64).item<int64_t>(), 5 * kMiB);
+  EXPECT_NE(bytes(5 * kMiB).const_data_ptr(), first);
+}
+
 TEST_F(TensorMemory, IsNoMoreThanTensorsNeedAtOnce) {
   { const torch::Tensor warm = bytes(kMiB); }
   const int64_t before = resident_bytes();

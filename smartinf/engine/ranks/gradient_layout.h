@@ -43,7 +43,7 @@ struct SumFormat {
   uint64_t bytes_of_all = 0;
   std::optional<uint32_t> only;  // the rank that has all nodes
   bool replicated = false;       // several ranks share the micro batches of every tree
-  uint32_t last_stage = 0;  // of those that have a tree
+  uint32_t last_stage = 0;       // of those that have a tree
 
   /// trees: who has each (GradientSums::trees).
   static SumFormat make(uint64_t micro_batches, base::DataType type, uint32_t world,

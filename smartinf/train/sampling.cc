@@ -24,7 +24,7 @@ bool is_likelier(const Candidate& a, const Candidate& b) {
   return a_is_nan != b_is_nan ? a_is_nan : a.token < b.token;
 }
 
-/// The likeliest: one comparison for each, which fails rarely.
+/// The likeliest as is_likelier() has it, without a list of candidates.
 int64_t largest(std::span<const float> logits) {
   size_t at = 0;
   for (size_t i = 1; i < logits.size() && !std::isnan(logits[at]); ++i) {
